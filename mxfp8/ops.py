@@ -1,0 +1,205 @@
+"""The public ops: contract, checks, then whatever backend can run it."""
+
+from __future__ import annotations
+
+import torch
+
+from mxfp8 import dispatch
+from mxfp8.formats import BlockShape, ElementFormat, Rounding, ScaleRule, get_block, get_format, get_rounding
+from mxfp8.formats import get_scale_rule
+from mxfp8.rng import RngKey
+from mxfp8.tensor import MXTensor, block_rc, check_axis
+
+__all__ = ["gemm", "grouped_gemm", "hadamard", "quantize"]
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantize(
+    x: torch.Tensor,
+    axis: int = -1,
+    fmt: str | ElementFormat = "e4m3",
+    block: BlockShape = (1, 32),
+    scale_rule: str | ScaleRule = "rceil",
+    rounding: str | Rounding = "nearest",
+    seed: int | RngKey | None = None,
+    backend: str = "auto",
+    *,
+    satfinite: bool = False,
+) -> MXTensor:
+    """Quantise ``x`` to MXFP8.
+
+    Args:
+        x: float32, bfloat16, float16 or float64, any shape with at least one dimension, any strides (empty, meta and
+            fake tensors too). float64 is rounded to float32 first.
+        axis: -1 or -2, the dimension along which blocks run; the one a later GEMM contracts over.
+        fmt: ``"e4m3"`` or ``"e5m2"``.
+        block: (across, along), one of (1, 32), (1, 128), (1, 256), (32, 32), (128, 128).
+        scale_rule: ``"rceil"``, ``"floor"``, ``"ceil"`` or ``"even"``, see :class:`~mxfp8.ScaleRule`.
+        rounding: ``"nearest"`` (ties to even) or ``"stochastic"``, which needs ``seed``.
+        seed: an int, or an :class:`~mxfp8.RngKey` with step, stream and the position of a shard.
+        backend: ``"auto"``, or a name that must run or raise.
+        satfinite: treat Inf as the largest finite value instead of making its block NaN.
+
+    Returns:
+        An :class:`~mxfp8.MXTensor` with ``qdata`` of the shape of ``x`` and one scale byte per block.
+
+    Raises:
+        TypeError: ``x`` is not a floating-point tensor of a supported dtype.
+        ValueError: unknown format, rule, rounding, block or axis; stochastic rounding without a seed.
+
+    **Numerics.** With ``a`` the block's absolute maximum in float32, the scale byte follows ``scale_rule`` exactly and
+    is clamped to 0..254; ``a = 0`` gives byte 0 and zeros that keep their signs; there is no epsilon. Elements are
+    ``x * 2**(127 - byte)``, exact, then rounded and saturated to the largest finite element. A tail shorter than a
+    block counts as padded with zeros; blocks never straddle rows. A block that holds NaN or Inf becomes NaN as a whole:
+    byte 255, elements 0x7F. Stochastic bits are a function of (seed, step, stream, row, column) alone.
+    Source: OCP Microscaling Formats (MX) v1.0, section 6.3 (``floor``); NVIDIA PTX ``cvt.rp.satfinite.ue8m0x2``
+    (``rceil``).
+    """
+    if not isinstance(x, torch.Tensor) or x.dtype not in FLOAT_DTYPES:
+        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"quantize takes a float32, bfloat16, float16 or float64 tensor, not {got}")
+    block = get_block(block)
+    check_axis(axis, x.ndim, block)
+    form, rule, mode = get_format(fmt), get_scale_rule(scale_rule), get_rounding(rounding)
+    key = RngKey(seed=seed) if isinstance(seed, int) else seed
+    if mode is Rounding.STOCHASTIC and key is None:
+        raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
+    run = dispatch.resolve("quantize", backend, x.device)
+    with torch.no_grad():
+        qdata, scale = run(
+            x, axis=axis, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite
+        )
+    return MXTensor(qdata, scale, form, axis, block)
+
+
+def hadamard(x: torch.Tensor, axis: int = -1, size: int = 32, seed: int = 0, backend: str = "auto") -> torch.Tensor:
+    """Randomised Hadamard transform of runs of ``size`` (16, 32, 64 or 128) entries along ``axis`` (-1 or -2).
+
+    Returns float32 with the extent along ``axis`` padded to a multiple of ``size``. Transform both operands of a
+    product over ``axis`` with the same seed: the exact product does not change, outliers spread over ``size`` entries.
+
+    Raises:
+        ValueError: size or axis not allowed.
+
+    **Numerics.** ``(x * signs) @ H / sqrt(size)`` by float32 butterflies in a fixed order; no rounding before the last
+    multiplication other than that of the additions. Source: Tseng et al., "Training LLMs with MXFP4", 2025.
+    """
+    if size not in (16, 32, 64, 128):
+        raise ValueError(f"Hadamard size is {size}: use 16, 32, 64 or 128")
+    check_axis(axis, x.ndim, (1, 32))
+    transformed: torch.Tensor = dispatch.resolve("hadamard", backend, x.device)(x, axis=axis, size=size, seed=seed)
+    return transformed
+
+
+def gemm(
+    a: MXTensor | torch.Tensor,
+    b: MXTensor | torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``a[M, K] @ b[N, K].T + bias[N]``, with one or both operands in MX. The only orientation is NT.
+
+    Args:
+        a, b: 2-D; an :class:`~mxfp8.MXTensor` scaled along its last (contraction) axis, or a float32, bfloat16 or
+            float16 tensor. At least one is MX. Element formats and blocks may differ.
+        bias: ``[N]``, added in float32 before the one rounding.
+        out_dtype: float32, bfloat16 or float16.
+
+    Returns:
+        ``[M, N]`` of ``out_dtype``. ``K = 0`` gives zeros (plus bias); ``M = 0`` or ``N = 0`` the empty result.
+
+    Raises:
+        ValueError: shapes that do not fit; an operand scaled along the wrong axis.
+        TypeError: operand or output dtype not supported; no MX operand; a gradient would be needed (use MXFP8Linear).
+
+    **Numerics.** Exact products of dequantised operands accumulated in float32, rounded once to ``out_dtype``:
+    ``|error| <= c K 2**-24 sum|a||b|`` plus half an ulp of ``out_dtype``. NaN blocks make their rows NaN.
+    """
+    _check_operands("gemm", a, b, out_dtype)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"gemm takes a[M, K] and b[N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
+    if bias is not None and tuple(bias.shape) != (b.shape[0],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: b of shape {tuple(b.shape)} needs ({b.shape[0]},)")
+    run = dispatch.resolve("gemm", backend, a.device)
+    with torch.no_grad():
+        out: torch.Tensor = run(*_parts(a), *_parts(b), bias=bias, out_dtype=out_dtype)
+    return out
+
+
+def grouped_gemm(
+    a: MXTensor | torch.Tensor,
+    b: MXTensor | torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Rows of each group of ``a`` times that group's matrix: ``out[s:e] = a[s:e] @ b[g].T``.
+
+    Args:
+        a: ``[M, K]``, MX scaled along -1, or high precision.
+        b: ``[G, N, K]``, likewise.
+        offs: int32 or int64 ``[G]``, end of each group's rows, not decreasing; group g is
+            ``offs[g-1]..offs[g]`` (torch's convention). Groups may be empty, ``offs[-1]`` may be less than M.
+
+    Returns:
+        ``[M, N]`` of ``out_dtype``; rows past ``offs[-1]`` are zero.
+
+    Raises:
+        ValueError: shapes that do not fit, wrong scaled axis, offsets negative, decreasing or beyond M (the first bad
+            one is named).
+        TypeError: as :func:`gemm`.
+
+    **Numerics.** As :func:`gemm`, group by group.
+    """
+    _check_operands("grouped_gemm", a, b, out_dtype)
+    if a.ndim != 2 or b.ndim != 3 or a.shape[1] != b.shape[2]:
+        raise ValueError(f"grouped_gemm takes a[M, K] and b[G, N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
+    check_offsets(offs, b.shape[0], a.shape[0])
+    run = dispatch.resolve("grouped_gemm", backend, a.device)
+    with torch.no_grad():
+        out: torch.Tensor = run(*_parts(a), *_parts(b), offs=offs, out_dtype=out_dtype)
+    return out
+
+
+def check_offsets(offs: torch.Tensor, groups: int, rows: int) -> None:
+    """ValueError unless ``offs`` holds ``groups`` non-decreasing group ends within 0..``rows``."""
+    if offs.dtype not in (torch.int32, torch.int64) or tuple(offs.shape) != (groups,):
+        raise ValueError(f"offs is {offs.dtype} of shape {tuple(offs.shape)}: use int32 or int64 of shape ({groups},)")
+    before = 0
+    for g, end in enumerate(offs.tolist()):
+        if not before <= end <= rows:
+            raise ValueError(
+                f"offs[{g}] is {end}, after {before}, with {rows} rows: group ends must not decrease and stay in 0..{rows}"
+            )
+        before = end
+
+
+def _check_operands(op: str, a: MXTensor | torch.Tensor, b: MXTensor | torch.Tensor, out_dtype: torch.dtype) -> None:
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"{op}: out_dtype is {out_dtype}, use float32, bfloat16 or float16")
+    if not isinstance(a, MXTensor) and not isinstance(b, MXTensor):
+        raise TypeError(f"{op} needs at least one MXTensor: quantise an operand, or use torch.matmul")
+    for name, x in (("a", a), ("b", b)):
+        if isinstance(x, MXTensor):
+            if not x.scales_along(-1):
+                raise ValueError(
+                    f"{op}: {name} is scaled along axis -2, but the product contracts over axis -1. Quantise the "
+                    "high-precision tensor along the contraction axis, or pass the transpose if that is meant"
+                )
+        elif not isinstance(x, torch.Tensor) or x.dtype not in OUT_DTYPES:
+            got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"{op}: {name} is {got}, use an MXTensor or a float32, bfloat16 or float16 tensor")
+        elif torch.is_grad_enabled() and x.requires_grad:
+            raise TypeError(f"{op} has no backward, but {name} requires grad: use mxfp8.MXFP8Linear, or {name}.detach()")
+    if a.device != b.device:
+        raise ValueError(f"{op}: a is on {a.device}, b on {b.device}")
+
+
+def _parts(x: MXTensor | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int] | None]:
+    """Plain tensors for a backend: (data, scale, (rows, columns) of a block), the last two None in high precision."""
+    if isinstance(x, MXTensor):
+        return x.qdata, x.scale, block_rc(x.block, x.axis)
+    return x, None, None

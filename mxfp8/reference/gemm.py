@@ -1,0 +1,78 @@
+"""Matrix products of MX operands, exact products accumulated in float32.
+
+Operands come as plain tensors: ``(qdata, scale, (rows, columns) of a block)``; ``scale`` and ``block`` are None for an
+operand that stays in high precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from mxfp8.tensor import dequantize
+
+__all__ = ["gemm", "grouped_gemm"]
+
+
+def gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_block: tuple[int, int] | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_block: tuple[int, int] | None,
+    *,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``a[M, K] @ b[N, K].T + bias`` for a MX or high-precision ``a`` and ``b``; contract in :func:`mxfp8.gemm`."""
+    with _full_precision(a.device):
+        left, right = _operand(a, a_scale, a_block), _operand(b, b_scale, b_block)
+        if bias is None:
+            return (left @ right.mT).to(out_dtype)
+        return torch.addmm(bias.to(torch.float32), left, right.mT).to(out_dtype)
+
+
+def grouped_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_block: tuple[int, int] | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_block: tuple[int, int] | None,
+    *,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows of group ``g`` of ``a[M, K]`` times ``b[g, N, K].T``; contract in :func:`mxfp8.grouped_gemm`."""
+    with _full_precision(a.device):
+        left, right = _operand(a, a_scale, a_block), _operand(b, b_scale, b_block)
+        out = left.new_zeros(left.shape[0], right.shape[1])
+        start = 0
+        for g, stop in enumerate(offs.tolist()):
+            torch.matmul(left[start:stop], right[g].mT, out=out[start:stop])
+            start = stop
+        return out.to(out_dtype)
+
+
+def _operand(x: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int] | None) -> torch.Tensor:
+    if scale is None or block is None:
+        return x.to(torch.float32)
+    return dequantize(x, scale, block)
+
+
+@contextlib.contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Products in true float32: no autocast, no TF32 or bfloat16 passes, whatever the user's global setting."""
+    with torch.autocast(device.type, enabled=False):
+        if torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest":
+            yield
+            return
+        saved = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(saved)
