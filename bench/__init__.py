@@ -1,1 +1,1 @@
-"""Benchmarks, run from a checkout: ``python -m bench.quantize``, ``python -m bench.linear``, ``python -m bench.check``."""
+"""Benchmarks, run from a checkout: ``python -m bench.quantize``, ``bench.linear``, ``bench.check``."""
