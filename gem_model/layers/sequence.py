@@ -1,0 +1,212 @@
+"""The sequence side of a layer, over packed event tokens: PFFN, self-attention, and the summary of a sequence.
+
+A sequence is packed as [T, d] rows with offsets; nothing is padded. The n_sum tokens of X_sum are added to each sample
+once, as CLS tokens at its newest end with time zero ("now"), not at the oldest: there a sliding window reaches the most
+recent events, and causal windows stay useful. A user without history thus still has a sequence, of CLS tokens only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gem_model.config import GEMConfig
+from gem_model.layers.basic import Gating, RMSNorm, make_norm
+from mxfp8.attention import block_attention, generalized_attention, jagged_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the tokens of a packed batch are. Built once per batch and stream, shared by all layers."""
+
+    cu_seq: Tensor
+    """int64 [B + 1]: events and CLS tokens of each sample, events first."""
+    max_len: int
+    source: Tensor
+    """int64 [T + B n_cls]: row of [events | CLS tokens] that each packed row comes from."""
+    cls_rows: Tensor
+    """int64 [B n_cls]: packed rows of the CLS tokens."""
+    recent_rows: Tensor
+    """int64 [B, n_recent]: packed rows of the latest events, oldest first; clamped where a sample has fewer."""
+    recent_valid: Tensor
+    """bool [B, n_recent, 1]."""
+    rotary: tuple[Tensor, Tensor]
+    """Cosine and sine of the rotary angles, float32 [T + B n_cls, 1, head_dim / 2]."""
+
+    @staticmethod
+    def build(lengths: Tensor, seconds_ago: Tensor, config: GEMConfig) -> Layout:
+        """`lengths` int64 [B] and `seconds_ago` float32 [T] of one event stream."""
+        batch, device, n_cls = lengths.numel(), lengths.device, config.summary_tokens
+        events, sample = seconds_ago.numel(), torch.arange(batch, device=device)
+        end = lengths.cumsum(0)
+        cu_seq = torch.cat([end.new_zeros(1), end + (sample + 1) * n_cls])
+        event_rows = torch.arange(events, device=device) + n_cls * torch.repeat_interleave(
+            sample, lengths, output_size=events
+        )
+        cls_start = cu_seq[1:] - n_cls
+        cls_rows = (cls_start[:, None] + torch.arange(n_cls, device=device)).flatten()
+        source = torch.empty(events + cls_rows.numel(), dtype=torch.int64, device=device)
+        source[torch.cat([event_rows, cls_rows])] = torch.arange(source.numel(), device=device)
+        recent = cls_start[:, None] + torch.arange(-config.recent_tokens, 0, device=device)
+        now = seconds_ago.new_zeros(cls_rows.numel())
+        return Layout(
+            cu_seq=cu_seq,
+            max_len=int(lengths.max()) + n_cls if batch else 0,
+            source=source,
+            cls_rows=cls_rows,
+            recent_rows=recent.clamp(min=0),
+            recent_valid=(recent >= cu_seq[:-1, None])[:, :, None],
+            rotary=rotary_angles(torch.cat([seconds_ago, now])[source], config),
+        )
+
+    def pack(self, events: Tensor, cls_tokens: Tensor) -> Tensor:
+        """[T, d] events and [B, n_cls, d] CLS tokens -> packed [T + B n_cls, d]."""
+        return torch.cat([events, cls_tokens.flatten(0, 1).to(events.dtype)]).index_select(0, self.source)
+
+    def uniform(self, tokens: int) -> Tensor:
+        """Offsets of a packed batch with the same number of tokens in each sample."""
+        return torch.arange(self.cu_seq.numel(), device=self.cu_seq.device) * tokens
+
+
+def rotary_angles(seconds: Tensor, config: GEMConfig) -> tuple[Tensor, Tensor]:
+    """ROTE (Kunlun, arXiv 2602.10016): cosine and sine, float32 [T, 1, head_dim / 2], of f_i log(1 + seconds / scale).
+
+    f_i = base^(-i / (head_dim / 2)). Log-time spans 0 to about 13 for a year at a minute's scale, so the base is far
+    below that of token positions.
+    """
+    pairs = config.head_dim // 2
+    position = torch.log1p(seconds / config.rotary_seconds)
+    frequency = config.rotary_base ** -(torch.arange(pairs, device=seconds.device) / pairs)
+    angle = (position[:, None] * frequency)[:, None, :]
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate feature pairs (i, i + dim / 2) of [T, heads, dim] in fp32; the result has the dtype of `x`."""
+    cos, sin = rotary
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class PFFN(nn.Module):
+    """The personalised feed-forward network as generalised dot-product attention, with its norms and residuals.
+
+        q = Norm(S);  p = act(q K^T / tau) V;  out = RMSNorm(p + q) + S
+
+    K and V, `pffn_tokens` of them for each sample, are generated from X_sum by two linears (InterFormer's PFFN in the
+    form of Kunlun; block order and missing affine parts as deployed: Norm is LayerNorm, or BlockNorm when
+    `norm="block"`).
+    """
+
+    def __init__(self, config: GEMConfig) -> None:
+        super().__init__()
+        self.config = config
+        generated = config.pffn_tokens * config.dim
+        self.norm_in = make_norm(config.norm)
+        self.keys = nn.Linear(config.summary_tokens * config.dim, generated, bias=config.bias)
+        self.values = nn.Linear(config.summary_tokens * config.dim, generated, bias=config.bias)
+        self.norm_out = RMSNorm()
+
+    def forward(self, tokens: Tensor, x_sum: Tensor, layout: Layout) -> Tensor:
+        """[T', d] packed tokens and [B, n_sum, d] -> [T', d]."""
+        config, heads = self.config, (self.config.heads, self.config.head_dim)
+        q = self.norm_in(tokens)
+        keys, values = (f(x_sum.flatten(1)).view(-1, *heads) for f in (self.keys, self.values))
+        attended = generalized_attention(
+            q.to(keys.dtype).unflatten(-1, heads),
+            keys,
+            values,
+            layout.cu_seq,
+            layout.uniform(config.pffn_tokens),
+            layout.max_len,
+            config.pffn_tokens,
+            activation=config.pffn_activation,
+            scale=config.logit_scale,
+        )
+        out: Tensor = self.norm_out(attended.flatten(1) + q) + tokens
+        return out
+
+
+class SelfAttention(nn.Module):
+    """Pre-norm jagged self-attention with rotary time encoding: S + W_o Attention(Norm(S)), windowed or in blocks."""
+
+    def __init__(self, config: GEMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norm = make_norm(config.norm)
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=config.bias)
+        self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
+
+    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """[T', d] -> [T', d]."""
+        config = self.config
+        qkv = self.qkv(self.norm(tokens)).unflatten(-1, (3 * config.heads, config.head_dim))
+        qk, v = qkv.split([2 * config.heads, config.heads], dim=1)
+        q, k = rotate(qk, layout.rotary).chunk(2, dim=1)
+        cu_seq, max_len = layout.cu_seq, layout.max_len
+        if config.attention == "block":
+            attended = block_attention(q, k, v, cu_seq, max_len, block=config.block)
+        else:
+            attended = jagged_attention(q, k, v, cu_seq, cu_seq, max_len, max_len, window_size=config.window)
+        out: Tensor = tokens + self.out(attended.flatten(1))
+        return out
+
+
+class SequenceSummary(nn.Module):
+    """S_sum = Norm(Gating([CLS | PMA | recent])): packed [T', d] -> float32 [B, n_cls + n_pma + n_recent, d].
+
+    PMA is attention pooling by learned seeds (Set Transformer's, as InterFormer uses it). A sample with fewer events
+    than `recent_tokens` has zeros in the places of the missing ones.
+    """
+
+    def __init__(self, config: GEMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norm_in = make_norm(config.norm)
+        self.seeds = nn.Parameter(torch.empty(config.pma_tokens, config.dim))
+        self.pma_kv = nn.Linear(config.dim, 2 * config.dim, bias=config.bias)
+        self.gate = Gating(config.dim, config.gate, config.bias)
+        self.norm_out = make_norm(config.norm)
+
+    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
+        tokens = self.norm_in(tokens)
+        batch, dim = layout.cu_seq.numel() - 1, tokens.shape[-1]
+        cls_tokens = tokens.index_select(0, layout.cls_rows).view(batch, -1, dim)
+        recent = tokens.index_select(0, layout.recent_rows.flatten()).view(batch, -1, dim)
+        recent = recent.masked_fill(~layout.recent_valid, 0.0)
+        summary = torch.cat([cls_tokens, self._pool(tokens, layout, batch), recent], dim=1)
+        out: Tensor = self.norm_out(self.gate(summary))
+        return out
+
+    def _pool(self, tokens: Tensor, layout: Layout, batch: int) -> Tensor:
+        """PMA: [B, n_pma, d]."""
+        config = self.config
+        kv = self.pma_kv(tokens).unflatten(-1, (2 * config.heads, config.head_dim))
+        keys, values = kv.chunk(2, dim=1)
+        seeds = self.seeds.to(kv.dtype).unflatten(-1, (config.heads, config.head_dim))
+        pooled = jagged_attention(
+            seeds.expand(batch, *seeds.shape).flatten(0, 1),
+            keys,
+            values,
+            layout.uniform(config.pma_tokens),
+            layout.cu_seq,
+            config.pma_tokens,
+            layout.max_len,
+        )
+        return pooled.flatten(1).view(batch, config.pma_tokens, -1).float()
+
+
+class SequenceLayer(nn.Module):
+    """S' = SelfAttention(PFFN(X_sum, S)), and its summary: returns packed [T', d] and S_sum [B, n, d]."""
+
+    def __init__(self, config: GEMConfig) -> None:
+        super().__init__()
+        self.pffn = PFFN(config)
+        self.attention = SelfAttention(config)
+        self.summary = SequenceSummary(config)
+
+    def forward(self, tokens: Tensor, x_sum: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        tokens = self.attention(self.pffn(tokens, x_sum, layout), layout)
+        return tokens, self.summary(tokens, layout)
