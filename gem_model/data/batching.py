@@ -170,7 +170,8 @@ class KeyedJaggedTensor:
         )
 
     def __repr__(self) -> str:
-        return f"KeyedJaggedTensor(stride={self.stride()}, length_per_key={dict(zip(self.keys, self.length_per_key, strict=True))})"
+        sizes = dict(zip(self.keys, self.length_per_key, strict=True))
+        return f"KeyedJaggedTensor(stride={self.stride()}, length_per_key={sizes})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -52,7 +52,7 @@ def _check_labels(batch: Batch, schema: Schema) -> None:
     if bool(bad.any()):
         row, column = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"label {schema.tasks[column]!r}, {_row(batch, row)}: {batch.labels[row, column].item()} is outside {{0, 1}}"
+            f"label {schema.tasks[column]!r}, {_row(batch, row)}: {batch.labels[row, column].item()} must be 0 or 1"
         )
 
 
