@@ -86,7 +86,7 @@ def rel_rms(reference: Tensor, x: Tensor) -> float:
 
     0 where ``sqnr_db`` is +inf, +inf where it is -inf, NaN where it is NaN. Same arguments and errors.
     """
-    return 10.0 ** (-sqnr_db(reference, x) / 20.0)
+    return math.pow(10.0, -sqnr_db(reference, x) / 20.0)
 
 
 def underflow_frac(x: Tensor, q: Tensor) -> float:
