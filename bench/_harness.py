@@ -8,6 +8,7 @@ checked by each benchmark before it calls ``time_variants``.
 """
 
 import csv
+import functools
 import importlib.metadata
 import json
 import platform
@@ -168,7 +169,7 @@ def device_name(device: torch.device) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
     model = models[0] if models else platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
+    return f"{model}, torch threads: {torch.get_num_threads()}"
 
 
 def package_version(name: str) -> str | None:
@@ -189,6 +190,7 @@ def torchao_label(what: str) -> str:
     return f"torchao {package_version('torchao')} {what}"
 
 
+@functools.cache  # one answer for a whole run, also when somebody commits meanwhile
 def _commit() -> str:
     """Short hash of HEAD, with ``-dirty`` if tracked files differ from it; ``unknown`` outside a git checkout."""
 

@@ -21,13 +21,14 @@ FORBIDDEN = {
 }
 
 # Inside mxfp8: the modules that may be imported by a module, for those whose place is fixed.
-LEAVES = ("formats", "metrics", "report", "rng")
-LAYERS = (  # lower layers first; a module imports only from layers below its own
-    ("formats", "metrics", "report", "rng"),
+LEAVES = ("formats", "metrics", "report", "rng", "traces")
+LAYERS: tuple[tuple[str, ...], ...] = (  # lower layers first; a module imports only from layers below its own
+    LEAVES,
     ("tensor",),
     ("reference", "observe"),
     ("dispatch",),
     ("ops", "recipe"),
+    ("weight_cache",),
     ("linear", "attention", "activations", "distributed", "drift"),
     ("policy",),
     ("audit",),
