@@ -1,7 +1,7 @@
 """Which backend runs an op, and why not another one.
 
-One table maps ``(op, backend)`` to the dotted path of a function; a backend is imported when first asked for. Every
-function of one op has the reference's signature. A backend named by the user runs or raises with the reason;
+One table maps ``(op, backend)`` to a function; a kernel module is imported when it is first asked for. Every function of
+one op has the reference's signature. A backend named by the user runs or raises with the reason;
 ``"auto"`` takes the first that can run, fastest first, records the choice, and warns once when a CUDA tensor has to take
 the plain-torch reference.
 
@@ -10,15 +10,19 @@ the plain-torch reference.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
+
+from mxfp8.reference.attention import block_attention, generalized_attention, jagged_attention
+from mxfp8.reference.gemm import gemm, grouped_gemm
+from mxfp8.reference.hadamard import hadamard
+from mxfp8.reference.quantize import quantize
 
 __all__ = ["BACKENDS", "OPS", "Availability", "chosen", "explain", "is_available", "resolve", "why_not"]
 
@@ -35,16 +39,15 @@ OPS = (
     "block_attention",
 )
 
-_REFERENCE = {
-    "quantize": "mxfp8.reference.quantize:quantize",
-    "hadamard": "mxfp8.reference.hadamard:hadamard",
-    "gemm": "mxfp8.reference.gemm:gemm",
-    "grouped_gemm": "mxfp8.reference.gemm:grouped_gemm",
-    "jagged_attention": "mxfp8.reference.attention:jagged_attention",
-    "generalized_attention": "mxfp8.reference.attention:generalized_attention",
-    "block_attention": "mxfp8.reference.attention:block_attention",
+_functions: dict[tuple[str, str], Callable[..., Any]] = {
+    ("quantize", "reference"): quantize,
+    ("hadamard", "reference"): hadamard,
+    ("gemm", "reference"): gemm,
+    ("grouped_gemm", "reference"): grouped_gemm,
+    ("jagged_attention", "reference"): jagged_attention,
+    ("generalized_attention", "reference"): generalized_attention,
+    ("block_attention", "reference"): block_attention,
 }
-
 _chosen: dict[tuple[str, str], str] = {}
 
 
@@ -72,6 +75,8 @@ def why_not(op: str, backend: str, device: str | torch.device | None = None) -> 
     kind = torch.device(device).type if device is not None else _default_device()
     if backend == "reference":
         return None
+    if importlib.util.find_spec("mxfp8.kernels") is None:
+        return "mxfp8.kernels is not installed: pip install -e . (or the wheel) instead of running from the source tree"
     module = f"mxfp8.kernels.{op}_{backend}"
     if importlib.util.find_spec(module) is None:
         return f"no {backend} kernel for {op} in this release"
@@ -89,13 +94,10 @@ def resolve(op: str, backend: str, device: torch.device) -> Callable[..., Any]:
         RuntimeError: the named backend cannot run here; the message says why and what can.
     """
     if backend == "auto":
-        backend = _first(op, device.type)
-    elif (reason := why_not(op, backend, device)) is not None:
-        usable = [b for b in BACKENDS if why_not(op, b, device) is None]
-        raise RuntimeError(
-            f"{op}: backend {backend!r} cannot run on {device.type}: {reason}. Usable here: {', '.join(usable)}"
-        )
-    return _load(op, backend)
+        backend = _chosen.get((op, device.type)) or _choose(op, device.type)
+    elif backend != "reference":
+        _require(op, backend, device.type)
+    return _functions[op, backend]
 
 
 def chosen() -> dict[tuple[str, str], str]:
@@ -103,6 +105,14 @@ def chosen() -> dict[tuple[str, str], str]:
     return dict(_chosen)
 
 
+@overload
+def is_available(
+    op: str, backend: str, device: str | torch.device | None = None, *, return_reason: Literal[False] = False
+) -> bool: ...
+@overload
+def is_available(
+    op: str, backend: str, device: str | torch.device | None = None, *, return_reason: Literal[True]
+) -> tuple[bool, str]: ...
 def is_available(
     op: str, backend: str, device: str | torch.device | None = None, *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
@@ -124,27 +134,31 @@ def explain(device: str | torch.device | None = None) -> list[Availability]:
     return rows
 
 
-@functools.cache
-def _first(op: str, kind: str) -> str:
-    reasons = {}
-    for backend in BACKENDS:
-        reason = why_not(op, backend, kind)
-        if reason is None:
-            _chosen[op, kind] = backend
-            if backend == "reference" and kind == "cuda":
-                said = "; ".join(f"{b}: {r}" for b, r in reasons.items())
-                warnings.warn(f"{op} on CUDA takes the plain-torch reference ({said})", stacklevel=4)
-            return backend
-        reasons[backend] = reason
-    raise AssertionError("the reference runs everywhere")
+# torch.compile runs these two while tracing and takes the result as a constant of the graph.
+@torch.compiler.assume_constant_result
+def _choose(op: str, kind: str) -> str:
+    reasons = {b: why_not(op, b, kind) for b in BACKENDS}
+    backend = next(b for b in BACKENDS if reasons[b] is None)
+    if backend == "reference" and kind == "cuda":
+        said = "; ".join(f"{b}: {r}" for b, r in reasons.items() if r)
+        warnings.warn(f"{op} on CUDA takes the plain-torch reference ({said})", stacklevel=4)
+    _load(op, backend)
+    _chosen[op, kind] = backend
+    return backend
 
 
-@functools.cache
-def _load(op: str, backend: str) -> Callable[..., Any]:
-    path = _REFERENCE[op] if backend == "reference" else f"mxfp8.kernels.{op}_{backend}:{op}"
-    module, _, name = path.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
+@torch.compiler.assume_constant_result
+def _require(op: str, backend: str, kind: str) -> None:
+    reason = why_not(op, backend, kind)
+    if reason is not None:
+        usable = ", ".join(b for b in BACKENDS if why_not(op, b, kind) is None)
+        raise RuntimeError(f"{op}: backend {backend!r} cannot run on {kind}: {reason}. Usable here: {usable}")
+    _load(op, backend)
+
+
+def _load(op: str, backend: str) -> None:
+    if (op, backend) not in _functions:
+        _functions[op, backend] = getattr(importlib.import_module(f"mxfp8.kernels.{op}_{backend}"), op)
 
 
 def _default_device() -> str:

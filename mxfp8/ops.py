@@ -199,7 +199,7 @@ def _check_operands(op: str, a: MXTensor | torch.Tensor, b: MXTensor | torch.Ten
 
 
 def _parts(x: MXTensor | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int] | None]:
-    """Plain tensors for a backend: (data, scale, (rows, columns) of a block), the last two None in high precision."""
+    """Plain tensors for a backend: (data, scale bytes, (rows, columns) of a block), the last two None in high precision."""
     if isinstance(x, MXTensor):
-        return x.qdata, x.scale, block_rc(x.block, x.axis)
+        return x.qdata, x.scale_bytes, block_rc(x.block, x.axis)
     return x, None, None

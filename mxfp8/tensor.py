@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -44,7 +44,7 @@ def check_axis(axis: int, ndim: int, block: BlockShape) -> None:
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
     """Exact float32 values of E8M0 bytes: ``2**(byte - 127)``; byte 0 is 2**-127 (a float32 subnormal), 255 is NaN."""
-    byte = scale.view(torch.uint8).to(torch.int32)
+    byte = (scale if scale.dtype == torch.uint8 else scale.view(torch.uint8)).to(torch.int32)
     bits = torch.where(byte == 0, 0x00400000, byte << 23)
     return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
 
@@ -85,14 +85,14 @@ def dequantize(
     return out.to(dtype)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, init=False, slots=True)
 class MXTensor:
     """Elements and scales of a microscaling tensor: ``x ~ qdata * scale``.
 
-    Attributes:
+    Args:
         qdata: elements, the shape and (usually) strides of the tensor they stand for, dtype ``fmt.dtype``.
-        scale: ``torch.float8_e8m0fnu``, one per block (compact). For ``axis=-1`` and block (r, c) its shape is
-            ``[..., ceil(rows/r), ceil(columns/c)]``; for ``axis=-2`` the two block extents swap.
+        scale: ``torch.float8_e8m0fnu`` (or the same bytes as uint8), one per block (compact). For ``axis=-1`` and block
+            (r, c) its shape is ``[..., ceil(rows/r), ceil(columns/c)]``; for ``axis=-2`` the two block extents swap.
         fmt: element format (an :class:`~mxfp8.formats.ElementFormat` or its name).
         axis: -1 or -2, the dimension along which blocks run. A GEMM contracts over this one.
         block: (across, along), one of :data:`~mxfp8.formats.BLOCK_SHAPES`.
@@ -106,27 +106,46 @@ class MXTensor:
     """
 
     qdata: torch.Tensor
-    scale: torch.Tensor
+    scale_bytes: torch.Tensor  # uint8: what kernels read, and what torch.compile handles on every device
     fmt: ElementFormat
-    axis: int = -1
-    block: BlockShape = (1, 32)
+    axis: int
+    block: BlockShape
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fmt", get_format(self.fmt))
-        object.__setattr__(self, "block", get_block(self.block))
-        if self.qdata.dtype != self.fmt.dtype:
-            raise TypeError(f"qdata is {self.qdata.dtype}, but format {self.fmt} is stored as {self.fmt.dtype}")
-        if self.scale.dtype != SCALE_DTYPE:
-            raise TypeError(f"scale is {self.scale.dtype}: use {SCALE_DTYPE} (view uint8 bytes as that dtype)")
-        check_axis(self.axis, self.qdata.ndim, self.block)
-        want = scale_shape(self.qdata.shape, self.block, self.axis)
-        if tuple(self.scale.shape) != want:
+    def __init__(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        fmt: str | ElementFormat,
+        axis: int = -1,
+        block: BlockShape = (1, 32),
+    ) -> None:
+        form, block = get_format(fmt), get_block(block)
+        if qdata.dtype != form.dtype:
+            raise TypeError(f"qdata is {qdata.dtype}, but format {form} is stored as {form.dtype}")
+        if scale.dtype not in (SCALE_DTYPE, torch.uint8):
+            raise TypeError(f"scale is {scale.dtype}: use {SCALE_DTYPE}, or its bytes as torch.uint8")
+        check_axis(axis, qdata.ndim, block)
+        want = scale_shape(qdata.shape, block, axis)
+        if tuple(scale.shape) != want:
             raise ValueError(
-                f"scale has shape {tuple(self.scale.shape)}; qdata of shape {tuple(self.qdata.shape)} with "
-                f"axis={self.axis} and block={self.block} needs {want}"
+                f"scale has shape {tuple(scale.shape)}; qdata of shape {tuple(qdata.shape)} with "
+                f"axis={axis} and block={block} needs {want}"
             )
+        self._set(qdata, scale if scale.dtype == torch.uint8 else scale.view(torch.uint8), form, axis, block)
+
+    def _set(self, *values: Any) -> None:
+        for name, value in zip(("qdata", "scale_bytes", "fmt", "axis", "block"), values, strict=True):
+            object.__setattr__(self, name, value)
+
+    def _like(self, qdata: torch.Tensor, scale_bytes: torch.Tensor) -> MXTensor:
+        return MXTensor(qdata, scale_bytes, self.fmt, self.axis, self.block)
 
     # What it is
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """Scales as ``torch.float8_e8m0fnu``, a view of ``scale_bytes``."""
+        return self.scale_bytes.view(SCALE_DTYPE)
 
     @property
     def shape(self) -> torch.Size:
@@ -143,7 +162,7 @@ class MXTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of elements and scales together (8.25 bit per element for 1x32 blocks)."""
-        return self.qdata.numel() + self.scale.numel()
+        return self.qdata.numel() + self.scale_bytes.numel()
 
     @property
     def is_square(self) -> bool:
@@ -170,16 +189,14 @@ class MXTensor:
         """
         if not dtype.is_floating_point or dtype.itemsize == 1:
             raise TypeError(f"dequantize to {dtype}: use float32, bfloat16, float16 or float64")
-        return dequantize(self.qdata, self.scale, block_rc(self.block, self.axis), dtype, saturate)
+        return dequantize(self.qdata, self.scale_bytes, block_rc(self.block, self.axis), dtype, saturate)
 
     def expanded_scale(self) -> torch.Tensor:
         """Scales in the 1x32 form that any MX consumer expects: ``[..., R, ceil(C/32)]`` for axis -1,
         ``[..., ceil(R/32), C]`` for axis -2. The same bytes, repeated; ``qdata`` fits it unchanged."""
         rows, cols = block_rc(self.block, self.axis)
         r32, c32 = block_rc((1, 32), self.axis)
-        out = _spread(
-            self.scale.view(torch.uint8), rows // r32, cols // c32, scale_shape(self.shape, (1, 32), self.axis)
-        )
+        out = _spread(self.scale_bytes, rows // r32, cols // c32, scale_shape(self.shape, (1, 32), self.axis))
         return out.contiguous().view(SCALE_DTYPE)
 
     def scales_along(self, axis: int) -> bool:
@@ -192,7 +209,7 @@ class MXTensor:
             raise ValueError(
                 f"{self!r} is scaled along axis {self.axis}: quantise from high precision with axis={axis}"
             )
-        return replace(self, axis=axis)
+        return MXTensor(self.qdata, self.scale_bytes, self.fmt, axis, self.block)
 
     # Views
 
@@ -201,7 +218,7 @@ class MXTensor:
         """The transpose of the last two dimensions, a view: blocks that ran along -1 now run along -2."""
         if self.ndim < 2:
             raise ValueError("a 1-D MXTensor has no transpose")
-        return MXTensor(self.qdata.mT, self.scale.mT, self.fmt, -3 - self.axis, self.block)
+        return MXTensor(self.qdata.mT, self.scale_bytes.mT, self.fmt, -3 - self.axis, self.block)
 
     def t(self) -> MXTensor:
         if self.ndim != 2:
@@ -215,12 +232,11 @@ class MXTensor:
         return self.mT
 
     def contiguous(self) -> MXTensor:
-        scale = self.scale.view(torch.uint8).contiguous().view(SCALE_DTYPE)
-        return replace(self, qdata=self.qdata.contiguous(), scale=scale)
+        return self._like(self.qdata.contiguous(), self.scale_bytes.contiguous())
 
     def narrow(self, dim: int, start: int, length: int) -> MXTensor:
         """A view of ``length`` entries of ``dim`` from ``start``; both ends must lie on block boundaries (or the end)."""
-        dim, size = self._dim(dim), 0
+        dim = self._dim(dim)
         size = self.shape[dim]
         if not (0 <= start <= size and 0 <= length <= size - start):
             raise ValueError(f"narrow({dim}, {start}, {length}) exceeds dimension {dim} of {tuple(self.shape)}")
@@ -230,8 +246,8 @@ class MXTensor:
             raise ValueError(
                 f"entries {start}..{stop} of dimension {dim} cut a block of {step}: slice at multiples of {step}"
             )
-        scale = self.scale.narrow(dim, start // step, -(-length // step))
-        return replace(self, qdata=self.qdata.narrow(dim, start, length), scale=scale)
+        scale = self.scale_bytes.narrow(dim, start // step, -(-length // step))
+        return self._like(self.qdata.narrow(dim, start, length), scale)
 
     def split(self, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[MXTensor, ...]:
         """Like ``torch.split``; ValueError if a piece would not start on a block boundary."""
@@ -266,7 +282,7 @@ class MXTensor:
                 start, stop, _ = item.indices(out.shape[dim])
                 out, dim = out.narrow(dim, start, max(0, stop - start)), dim + 1
             elif isinstance(item, int) and dim < out.ndim - 2:
-                out = replace(out, qdata=out.qdata.select(dim, item), scale=out.scale.select(dim, item))
+                out = out._like(out.qdata.select(dim, item), out.scale_bytes.select(dim, item))
             else:
                 raise TypeError(
                     f"index {item!r}: use slices with step 1, and integers on leading dimensions only; "
@@ -291,10 +307,10 @@ class MXTensor:
         if isinstance(device, torch.dtype):
             raise TypeError(f"an MXTensor has no other dtype: use .dequantize({device})")
         qdata = self.qdata.to(device, non_blocking=non_blocking)
-        return replace(self, qdata=qdata, scale=self.scale.to(device, non_blocking=non_blocking))
+        return self._like(qdata, self.scale_bytes.to(device, non_blocking=non_blocking))
 
     def clone(self) -> MXTensor:
-        return replace(self, qdata=self.qdata.clone(), scale=self.scale.clone())
+        return self._like(self.qdata.clone(), self.scale_bytes.clone())
 
     def detach(self) -> MXTensor:
         return self  # elements and scales never require grad
@@ -327,8 +343,7 @@ class MXTensor:
 
     def __reduce__(self) -> tuple[Callable[..., MXTensor], tuple[Any, ...]]:
         # Neither pickle nor deepcopy knows float8 storages everywhere: bytes travel as uint8.
-        bytes_ = (self.qdata.view(torch.uint8), self.scale.view(torch.uint8))
-        return _rebuild, (*bytes_, self.fmt.name, self.axis, self.block)
+        return _rebuild, (self.qdata.view(torch.uint8), self.scale_bytes, self.fmt.name, self.axis, self.block)
 
     @classmethod
     def __torch_function__(
@@ -362,27 +377,24 @@ def cat(tensors: Sequence[MXTensor], dim: int = 0) -> MXTensor:
             raise ValueError(f"cat: tensor {i} is {q!r}, tensor 0 is {first!r}: format, axis and block must agree")
         if i < len(tensors) - 1 and q.shape[dim] % q._step(dim):
             raise ValueError(f"cat: tensor {i} has {q.shape[dim]} entries along {dim}, not a multiple of {q._step(dim)}")
-    scale = torch.cat([q.scale.view(torch.uint8) for q in tensors], dim).view(SCALE_DTYPE)
     qdata = torch.cat([q.qdata.view(torch.uint8) for q in tensors], dim).view(first.fmt.dtype)
-    return replace(first, qdata=qdata, scale=scale)
+    return first._like(qdata, torch.cat([q.scale_bytes for q in tensors], dim))
 
 
 def _rebuild(qdata: torch.Tensor, scale: torch.Tensor, fmt: str, axis: int, block: BlockShape) -> MXTensor:
     form = get_format(fmt)
-    return MXTensor(qdata.view(form.dtype), scale.view(SCALE_DTYPE), form, axis, tuple(block))
+    return MXTensor(qdata.view(form.dtype), scale, form, axis, block)
 
 
 def _flatten(q: MXTensor) -> tuple[list[torch.Tensor], tuple[str, int, BlockShape]]:
-    return [q.qdata, q.scale], (q.fmt.name, q.axis, q.block)
+    return [q.qdata, q.scale_bytes], (q.fmt.name, q.axis, q.block)
 
 
 def _unflatten(children: Iterable[Any], context: Any) -> MXTensor:
     # Leaves may be anything while a tree is mapped, so the checks of __post_init__ do not apply here.
     out = cast(MXTensor, object.__new__(MXTensor))
-    qdata, scale = children
     fmt, axis, block = context
-    for name, value in (("qdata", qdata), ("scale", scale), ("fmt", get_format(fmt)), ("axis", axis), ("block", block)):
-        object.__setattr__(out, name, value)
+    out._set(*children, get_format(fmt), axis, block)
     return out
 
 

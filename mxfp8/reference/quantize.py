@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from mxfp8.formats import E8M0_MAX_BYTE, E8M0_NAN, SCALE_DTYPE, BlockShape, ElementFormat, Rounding, ScaleRule
+from mxfp8.formats import E8M0_MAX_BYTE, E8M0_NAN, BlockShape, ElementFormat, Rounding, ScaleRule
 from mxfp8.reference.random import random_bits
 from mxfp8.rng import RngKey
 from mxfp8.tensor import block_rc, scale_shape
@@ -31,11 +31,11 @@ def quantize(
     key: RngKey | None,
     satfinite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(qdata, scale)`` of ``x``; contract in :func:`mxfp8.quantize`."""
+    """``(qdata, scale bytes as uint8)`` of ``x``; contract in :func:`mxfp8.quantize`."""
     rows, cols = block_rc(block, axis)
     if x.numel() == 0:
         scale = torch.zeros(scale_shape(x.shape, block, axis), dtype=torch.uint8, device=x.device)
-        return torch.empty(x.shape, dtype=fmt.dtype, device=x.device), scale.view(SCALE_DTYPE)
+        return torch.empty(x.shape, dtype=fmt.dtype, device=x.device), scale
     if x.ndim == 1:
         q, s = _quantize_blocks(x[None], rows, cols, fmt, scale_rule, rounding, key, satfinite)
         return q[0], s[0]
@@ -67,7 +67,7 @@ def _quantize_blocks(
     q = scaled.to(fmt.dtype).view(torch.uint8)
     q.masked_fill_(_per_block(byte == E8M0_NAN), fmt.nan_code)  # one NaN code, whatever NaN came in
     q = _whole(q)[..., :height, :width]
-    return q.view(fmt.dtype), byte.to(torch.uint8).view(SCALE_DTYPE)
+    return q.view(fmt.dtype), byte.to(torch.uint8)
 
 
 def scale_byte(amax_bits: torch.Tensor, fmt: ElementFormat, rule: ScaleRule, satfinite: bool = False) -> torch.Tensor:

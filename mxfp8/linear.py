@@ -1,0 +1,411 @@
+"""Drop-in linear layers whose three GEMMs run in MXFP8.
+
+=== fprop   Y[M,N]  = X[M,K]  @ W[N,K]^T     X, W cast along K
+=== dgrad   dX[M,K] = dY[M,N] @ W[N,K]       dY, W cast along N
+=== wgrad   dW[N,K] = dY[M,N]^T @ X[M,K]     dY, X cast along M
+
+An MX tensor and its transpose have different scales, so each operand is cast once per direction, always from high
+precision (square blocks excepted, where one copy serves both). Master weights, bias and every reduction keep their
+precision. Between forward and backward the input lives as the bytes that wgrad multiplies: 8.25 bit an element instead
+of 16, with the same gradients bit for bit.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  (torch's own abbreviation)
+
+from mxfp8 import observe, ops
+from mxfp8.recipe import CastSpec, LinearRecipe, get_recipe
+from mxfp8.rng import RngKey, step_tensor
+from mxfp8.tensor import MXTensor
+from mxfp8.weight_cache import WeightCache, quantize_weight
+
+__all__ = ["MXFP8GroupedLinear", "MXFP8Linear"]
+
+_INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STREAMS = {("dgrad", "grad_output"): 0, ("wgrad", "grad_output"): 1, ("fprop", "input"): 2, ("wgrad", "input"): 3}
+
+Operand = MXTensor | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Plan:
+    """What one call of a layer needs besides tensors."""
+
+    recipe: LinearRecipe
+    layer: str
+    needs_dgrad: bool
+    needs_wgrad: bool
+
+    def cast(self, x: torch.Tensor, gemm: str, operand: str, axis: int, row_offset: int = 0) -> Operand:
+        """Cast ``x`` as the recipe says for this operand of this GEMM; unchanged if it stays in high precision."""
+        spec: CastSpec | None = getattr(getattr(self.recipe, gemm), "rhs" if _is_rhs(gemm, operand) else "lhs")
+        if spec is None:
+            return x
+        if spec.hadamard is not None:
+            x = ops.hadamard(x, axis, spec.hadamard, self.recipe.seed)
+        key = None
+        if spec.rounding == "stochastic":
+            stream = _stream(self.layer, _STREAMS[gemm, operand])
+            key = RngKey(seed=self.recipe.seed, step=step_tensor(), stream=stream, row_offset=row_offset)
+        q = ops.quantize(x, axis, spec.fmt, spec.block, spec.scale_rule, spec.rounding, key)
+        self.watch_cast(gemm, operand, x, q)
+        return q
+
+    def watch_cast(self, gemm: str, operand: str, x: torch.Tensor, q: MXTensor) -> None:
+        if observe.active():
+            observe.emit(observe.CastEvent(layer=self.layer, gemm=gemm, operand=operand, x=x, q=q))
+
+    def gemm(
+        self, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``a @ b.T + bias``, by the MX contract if either operand is MX, else by torch in the operands' dtype."""
+        if isinstance(a, MXTensor) or isinstance(b, MXTensor):
+            out = ops.gemm(a, b, bias, out_dtype)
+        else:
+            out = F.linear(a, b.to(a.dtype), None if bias is None else bias.to(a.dtype)).to(out_dtype)
+        if observe.active():
+            observe.emit(observe.GemmEvent(layer=self.layer, gemm=gemm, a=a, b=b, out=out))
+        return out
+
+
+@torch.compiler.assume_constant_result
+def _stream(layer: str, operand: int) -> int:
+    """Tells apart the random bits of layers and operands that are rounded in the same step."""
+    return (zlib.crc32(layer.encode()) + operand) % 2**32
+
+
+def _is_rhs(gemm: str, operand: str) -> bool:
+    return operand == "weight" or (gemm, operand) == ("wgrad", "input")
+
+
+class _LinearFunction(torch.autograd.Function):
+    """``y = x @ weight.T + bias`` on 2-D ``x``. ``*weights`` are the two quantised weights, flattened: a custom function
+    sees plain tensors only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: _Plan, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        recipe = plan.recipe
+        w_fprop, w_dgrad = _unpack_weights(plan, weight, weights)
+
+        # === fprop: Y[M,N] = X[M,K] @ W[N,K]^T + bias
+        x_fprop = plan.cast(x, "fprop", "input", axis=-1)
+        y = plan.gemm("fprop", x_fprop, w_fprop, x.dtype, bias)
+
+        saved: list[torch.Tensor] = []
+        if plan.needs_dgrad:
+            saved += [w_dgrad.qdata, w_dgrad.scale_bytes] if isinstance(w_dgrad, MXTensor) else [w_dgrad]
+        if plan.needs_wgrad and recipe.saves_mx_activations:
+            reuse = isinstance(x_fprop, MXTensor) and x_fprop.is_square and recipe.wgrad.rhs == recipe.fprop.lhs
+            x_wgrad = x_fprop if reuse else plan.cast(x, "wgrad", "input", axis=-2)
+            assert isinstance(x_wgrad, MXTensor)
+            saved += [x_wgrad.qdata, x_wgrad.scale_bytes]
+        elif plan.needs_wgrad:
+            saved += [x]
+        ctx.save_for_backward(*saved)
+        ctx.plan, ctx.x_dtype, ctx.w_dtype = plan, x.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        plan: _Plan = ctx.plan
+        recipe, saved = plan.recipe, list(ctx.saved_tensors)
+        dx = dw = db = None
+
+        # === dgrad: dX[M,K] = dY[M,N] @ W[N,K]
+        if plan.needs_dgrad:
+            w_dgrad = _restore(saved, recipe.dgrad.rhs, -2)
+            dx = plan.gemm("dgrad", plan.cast(dy, "dgrad", "grad_output", axis=-1), w_dgrad.mT, ctx.x_dtype)
+
+        # === wgrad: dW[N,K] = dY[M,N]^T @ X[M,K]
+        if plan.needs_wgrad:
+            x_wgrad = _restore(saved, recipe.wgrad.rhs if recipe.saves_mx_activations else None, -2)
+            if isinstance(x_wgrad, torch.Tensor):
+                x_wgrad = plan.cast(x_wgrad, "wgrad", "input", axis=-2)
+            dw = plan.gemm("wgrad", plan.cast(dy, "wgrad", "grad_output", axis=-2).mT, x_wgrad.mT, ctx.w_dtype)
+
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, *(None for _ in ctx.needs_input_grad[3:])
+
+
+def _restore(saved: list[torch.Tensor], spec: CastSpec | None, axis: int) -> Operand:
+    """Take the next operand off ``saved``: two tensors if it was cast by ``spec``, one if it is in high precision."""
+    if spec is None:
+        return saved.pop(0)
+    return MXTensor(saved.pop(0), saved.pop(0), spec.fmt, axis, spec.block)  # type: ignore[arg-type]
+
+
+def _pack_weights(plan: _Plan, weight: torch.Tensor, cache: WeightCache) -> list[torch.Tensor]:
+    """Quantise the weight for fprop, and for dgrad if a gradient will be asked for; flattened to tensors."""
+    recipe, tensors = plan.recipe, []
+    for gemm, spec, axis, needed in (
+        ("fprop", recipe.fprop.rhs, -1, True),
+        ("dgrad", recipe.dgrad.rhs, -2, plan.needs_dgrad and not recipe.shares_weight),
+    ):
+        if spec is None or not needed:
+            continue
+        if observe.active():
+            q = quantize_weight(weight, spec, axis)
+            plan.watch_cast(gemm, "weight", weight.detach(), q)
+        else:
+            q = cache.get(weight, spec, axis)
+        tensors += [q.qdata, q.scale_bytes]
+    return tensors
+
+
+def _unpack_weights(plan: _Plan, weight: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> tuple[Operand, Operand]:
+    """The weight operands of fprop and dgrad, both ``[N, K]``."""
+    recipe, left = plan.recipe, list(tensors)
+    w_fprop = _restore(left, recipe.fprop.rhs, -1) if recipe.fprop.rhs is not None else weight
+    if recipe.shares_weight and isinstance(w_fprop, MXTensor):
+        return w_fprop, w_fprop
+    if not left:
+        return w_fprop, weight
+    return w_fprop, _restore(left, recipe.dgrad.rhs, -2)
+
+
+class MXFP8Linear(nn.Linear):
+    """``nn.Linear`` whose GEMMs run in MXFP8 as its recipe says. Same parameters, same ``state_dict`` keys.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as ``nn.Linear``.
+        recipe: a name from :data:`mxfp8.RECIPES` or a :class:`~mxfp8.LinearRecipe`.
+
+    Shape: input ``[..., in_features]`` with any number of rows (zero, or not a multiple of 32, too), output
+    ``[..., out_features]`` in the autocast dtype if autocast is on, else in the input's dtype. Weights may be wider than
+    inputs (float32 master weights with bfloat16 inputs); gradients have the dtype of what they belong to.
+
+    Raises:
+        TypeError: input not float32, bfloat16 or float16.
+        ValueError: wrong number of features, or weights still on the meta device.
+
+    **Numerics.** Casts as in :mod:`mxfp8.recipe`, GEMMs as in :func:`mxfp8.gemm`: float32 accumulation, bias added in
+    float32, one rounding. The bias gradient is summed in float32.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | LinearRecipe = "mxfp8_rceil",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._adopt(recipe, "")
+
+    def _adopt(self, recipe: str | LinearRecipe, fqn: str) -> None:
+        self.recipe = get_recipe(recipe)
+        self.fqn = fqn
+        self._cache = WeightCache()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, recipe: str | LinearRecipe = "mxfp8_rceil", *, fqn: str = "") -> MXFP8Linear:
+        """A layer that shares ``linear``'s parameters (the same objects: ties and optimiser state survive), hooks and
+        mode. ``fqn`` is its dotted name in reports and the source of its stochastic-rounding stream.
+
+        TypeError for subclasses of ``nn.Linear``: their own forward would be lost.
+        """
+        if type(linear) not in (nn.Linear, MXFP8Linear):
+            raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}: its own forward would be lost")
+        out = _rewrap(linear, cls)
+        out._adopt(recipe, fqn)
+        return out
+
+    from_float = from_linear  # torchao's name
+
+    def to_linear(self) -> nn.Linear:
+        """The plain ``nn.Linear`` with the same parameters."""
+        out = _rewrap(self, nn.Linear)
+        for name in ("recipe", "fqn", "_cache"):
+            out.__dict__.pop(name)
+        return out
+
+    def clear_cache(self) -> None:
+        """Forget quantised weights. Needed only after writing through ``weight.data`` on CUDA outside an optimiser."""
+        self._cache.clear()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (nn.Linear's name)
+        x = _prepare(input, self.weight, self.in_features, self.fqn)
+        plan = _plan(self, x)
+        weights = _pack_weights(plan, self.weight, self._cache)
+        y = _LinearFunction.apply(x.reshape(-1, self.in_features), self.weight, self.bias, plan, *weights)
+        return y.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return, no-untyped-call]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": WeightCache()}
+
+
+def _rewrap(linear: nn.Linear, cls: type[Any]) -> Any:
+    out = cls.__new__(cls)
+    for name, value in linear.__dict__.items():
+        out.__dict__[name] = value.copy() if isinstance(value, dict) else value
+    return out
+
+
+def _plan(layer: MXFP8Linear | MXFP8GroupedLinear, x: torch.Tensor) -> _Plan:
+    grad = torch.is_grad_enabled()
+    needs_wgrad = grad and layer.weight.requires_grad and not layer.recipe.wgrad.skip
+    return _Plan(layer.recipe, layer.fqn, grad and x.requires_grad, needs_wgrad)
+
+
+def _prepare(x: torch.Tensor, weight: torch.Tensor, features: int, fqn: str) -> torch.Tensor:
+    """Check the input and bring it to the autocast dtype, if autocast is on."""
+    where = f"layer {fqn!r}" if fqn else "MXFP8Linear"
+    if x.ndim == 0 or x.shape[-1] != features:
+        raise ValueError(f"{where}: input has shape {tuple(x.shape)}, its last dimension must be {features}")
+    if weight.is_meta and not x.is_meta:
+        raise ValueError(f"{where}: weights are on the meta device: call to_empty(), then initialise or load them")
+    kind = x.device.type
+    if x.is_floating_point() and torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    if x.dtype not in _INPUT_DTYPES:
+        raise TypeError(f"{where}: input is {x.dtype}, use float32, bfloat16 or float16")
+    return x
+
+
+class _GroupedFunction(torch.autograd.Function):
+    """``y[s:e] = x[s:e] @ weight[g].T``. Blocks along M start anew with every group, so wgrad is cast group by group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, plan: _Plan, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        w_fprop, w_dgrad = _unpack_weights(plan, weight, weights)
+        y = _grouped(plan, "fprop", plan.cast(x, "fprop", "input", axis=-1), w_fprop, offs, x.dtype)
+        saved: list[torch.Tensor] = []
+        if plan.needs_dgrad:
+            saved += [w_dgrad.qdata, w_dgrad.scale_bytes] if isinstance(w_dgrad, MXTensor) else [w_dgrad]
+        if plan.needs_wgrad and plan.recipe.saves_mx_activations:
+            for start, stop in _ranges(offs):
+                q = plan.cast(x[start:stop], "wgrad", "input", -2, start)
+                assert isinstance(q, MXTensor)
+                saved += [q.qdata, q.scale_bytes]
+        elif plan.needs_wgrad:
+            saved += [x]
+        ctx.save_for_backward(offs, *saved)
+        ctx.plan, ctx.x_dtype, ctx.w_dtype, ctx.w_shape = plan, x.dtype, weight.dtype, weight.shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        plan: _Plan = ctx.plan
+        recipe = plan.recipe
+        offs, *saved = ctx.saved_tensors
+        dx = dw = None
+        if plan.needs_dgrad:
+            w_dgrad = _restore(saved, recipe.dgrad.rhs, -2)
+            dx = _grouped(plan, "dgrad", plan.cast(dy, "dgrad", "grad_output", -1), w_dgrad.mT, offs, ctx.x_dtype)
+        if plan.needs_wgrad:
+            dw = dy.new_zeros(ctx.w_shape, dtype=ctx.w_dtype)
+            for g, (start, stop) in enumerate(_ranges(offs)):
+                if recipe.saves_mx_activations:
+                    x_g = _restore(saved, recipe.wgrad.rhs, -2)
+                else:
+                    x_g = plan.cast(saved[0][start:stop], "wgrad", "input", -2, start)
+                dy_g = plan.cast(dy[start:stop], "wgrad", "grad_output", -2, start)
+                dw[g] = plan.gemm("wgrad", dy_g.mT, x_g.mT, ctx.w_dtype)
+        return dx, dw, *(None for _ in ctx.needs_input_grad[2:])
+
+
+def _grouped(
+    plan: _Plan, gemm: str, a: Operand, b: Operand, offs: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    if isinstance(a, MXTensor) or isinstance(b, MXTensor):
+        out = ops.grouped_gemm(a, b, offs, out_dtype)
+    else:
+        out = a.new_zeros(a.shape[0], b.shape[1])
+        for g, (start, stop) in enumerate(_ranges(offs)):
+            out[start:stop] = F.linear(a[start:stop], b[g].to(a.dtype))
+        out = out.to(out_dtype)
+    if observe.active():
+        observe.emit(observe.GemmEvent(layer=plan.layer, gemm=gemm, a=a, b=b, out=out))
+    return out
+
+
+def _ranges(offs: torch.Tensor) -> list[tuple[int, int]]:
+    ends = offs.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+class MXFP8GroupedLinear(nn.Module):
+    """A group of linear layers (experts), each applied to its own rows, with GEMMs in MXFP8.
+
+    Args:
+        num_groups, in_features, out_features: weight ``[num_groups, out_features, in_features]``, no bias.
+        recipe: as :class:`MXFP8Linear`; input and gradient blocks must be one row high, since rows of neighbouring
+            groups must not share a scale.
+
+    Shape: input ``[M, in_features]`` and ``offs`` (int32 or int64 ``[num_groups]``, ends of the groups' rows, torch's
+    convention) to ``[M, out_features]``. Groups may be empty, their weight gradient is then zero; rows past
+    ``offs[-1]`` give zeros and get zero gradients.
+
+    **Numerics.** As :class:`MXFP8Linear`, group by group: a group's result does not depend on its neighbours.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | LinearRecipe = "mxfp8_rceil",
+    ) -> None:
+        super().__init__()
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.recipe, self.fqn = get_recipe(recipe), ""
+        r = self.recipe
+        for name, spec in (("input", r.fprop.lhs), ("grad_output", r.dgrad.lhs)):
+            if spec is not None and spec.block[0] != 1:
+                raise ValueError(f"{name} blocks of {spec.block} would straddle groups: use blocks of one row")
+        self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
+        self._cache = WeightCache()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each group's weight is initialised as ``nn.Linear``'s."""
+        if self.in_features:
+            bound = self.in_features**-0.5
+            nn.init.uniform_(self.weight, -bound, bound)
+
+    def clear_cache(self) -> None:
+        """Forget quantised weights, see :meth:`MXFP8Linear.clear_cache`."""
+        self._cache.clear()
+
+    # Group ends are data: compiling them in would mean one graph per batch.
+    @torch.compiler.disable
+    def forward(self, input: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        x = _prepare(input, self.weight, self.in_features, self.fqn)
+        if x.ndim != 2:
+            raise ValueError(f"grouped linear takes input [M, {self.in_features}], not {tuple(x.shape)}")
+        ops.check_offsets(offs, self.num_groups, x.shape[0])
+        plan = _plan(self, x)
+        weights = _pack_weights(plan, self.weight, self._cache)
+        y: torch.Tensor = _GroupedFunction.apply(x, self.weight, offs, plan, *weights)  # type: ignore[no-untyped-call]
+        return y
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"recipe={self.recipe.name}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": WeightCache()}
