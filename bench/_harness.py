@@ -11,6 +11,7 @@ import csv
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -192,7 +193,10 @@ def torchao_label(what: str) -> str:
 
 @functools.cache  # one answer for a whole run, also when somebody commits meanwhile
 def _commit() -> str:
-    """Short hash of HEAD, with ``-dirty`` if tracked files differ from it; ``unknown`` outside a git checkout."""
+    """Short hash of HEAD, with ``-dirty`` if tracked files differ from it.
+
+    In a copy of the tree without its git history: the environment variable BENCH_COMMIT, or ``unknown``.
+    """
 
     def git(*args: str) -> str:
         return subprocess.run(["git", *args], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -200,7 +204,7 @@ def _commit() -> str:
     try:
         return git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("BENCH_COMMIT", "unknown")
 
 
 def results_folder(device: torch.device) -> Path:

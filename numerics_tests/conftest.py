@@ -1,6 +1,5 @@
-"""Shared set-up: one thread (xdist's workers share the cores), fixed seeds, and where outside test data lies."""
+"""Shared set-up: one thread (xdist's workers share the cores), fixed seeds, and what a test may need or skip for."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,17 +32,3 @@ def repo_root() -> Path:
     if not (ROOT / "pyproject.toml").exists():
         pytest.skip("needs a checkout: this test reads files that are not installed")
     return ROOT
-
-
-@pytest.fixture(scope="session")
-def test_data() -> Path:
-    """A folder of small real data sets, none of which is in the repository."""
-    named = os.environ.get("MXFP8_TEST_DATA")
-    if named:
-        if not Path(named).is_dir():
-            raise ValueError(f"MXFP8_TEST_DATA is {named!r}, which is not a folder")
-        return Path(named)
-    beside = ROOT.parent / "shared" / "data"
-    if not beside.is_dir():
-        pytest.skip("no test data: set MXFP8_TEST_DATA to a folder that holds ml-latest-small/ and samples/")
-    return beside
