@@ -132,8 +132,9 @@ class Earlier:
 
     def sum(self, values: IntArray) -> IntArray:
         """Sum of integer `values` [N] over the earlier rows, exact."""
-        running = np.concatenate([np.zeros(1, np.int64), np.cumsum(values[self.order], dtype=np.int64)])
-        return running[self.stop] - running[self.start]
+        running: IntArray = np.concatenate([np.zeros(1, np.int64), np.cumsum(values[self.order], dtype=np.int64)])
+        totals: IntArray = running[self.stop] - running[self.start]
+        return totals
 
     def last(self, values: IntArray, default: IntArray) -> IntArray:
         """Value of the latest earlier row, or `default` [N] where there is none."""

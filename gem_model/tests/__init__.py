@@ -1,0 +1,1 @@
+"""Tests of GEM: data, model, training, comparison."""
