@@ -1,9 +1,9 @@
 """Which backend runs an op, and why not another one.
 
-One table maps ``(op, backend)`` to a function; a kernel module is imported when it is first asked for. Every function of
-one op has the reference's signature. A backend named by the user runs or raises with the reason;
-``"auto"`` takes the first that can run, fastest first, records the choice, and warns once when a CUDA tensor has to take
-the plain-torch reference.
+One table maps ``(op, backend)`` to a function; a kernel module is imported when it is first asked for. Every function
+of one op has the reference's signature. A backend named by the user runs or raises with the reason; ``"auto"`` takes
+the first that can run, fastest first, records the choice, and warns once when a CUDA tensor has to take the plain-torch
+reference.
 
     python -m mxfp8.dispatch        # op x backend x available x reason
 """
@@ -135,7 +135,7 @@ def explain(device: str | torch.device | None = None) -> list[Availability]:
 
 
 # torch.compile runs these two while tracing and takes the result as a constant of the graph.
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _choose(op: str, kind: str) -> str:
     reasons = {b: why_not(op, b, kind) for b in BACKENDS}
     backend = next(b for b in BACKENDS if reasons[b] is None)
@@ -147,7 +147,7 @@ def _choose(op: str, kind: str) -> str:
     return backend
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _require(op: str, backend: str, kind: str) -> None:
     reason = why_not(op, backend, kind)
     if reason is not None:

@@ -16,7 +16,7 @@ E8M0    0-8-0     2**127 / 2**-127 / none                255 is NaN, no zero, no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TypeVar
 
 import torch
@@ -77,16 +77,16 @@ class ElementFormat:
 
     @property
     def min_normal(self) -> float:
-        return 2.0**self.emin
+        return float(2.0**self.emin)
 
     @property
     def min_subnormal(self) -> float:
-        return 2.0 ** (self.emin - self.mantissa_bits)
+        return float(2.0 ** (self.emin - self.mantissa_bits))
 
     @property
     def max_code(self) -> int:
         """Byte of the largest finite magnitude (sign bit clear)."""
-        mantissa = round((self.max / 2.0**self.emax - 1.0) * 2**self.mantissa_bits)
+        mantissa = round((self.max / 2.0**self.emax - 1.0) * (1 << self.mantissa_bits))
         return ((self.emax + self.bias) << self.mantissa_bits) | mantissa
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ E5M2 = ElementFormat(
 ELEMENT_FORMATS: dict[str, ElementFormat] = {f.name: f for f in (E4M3, E5M2)}
 
 
-class ScaleRule(str, Enum):
+class ScaleRule(StrEnum):
     """How a block's absolute maximum becomes a scale exponent (``M`` = largest element, ``emax`` its exponent).
 
     ``RCEIL``: smallest power of two >= amax / M; never clips (the default, and what Blackwell hardware computes).
@@ -117,7 +117,7 @@ class ScaleRule(str, Enum):
     EVEN = "even"
 
 
-class Rounding(str, Enum):
+class Rounding(StrEnum):
     """Element rounding: round to nearest, ties to even; or stochastic (unbiased between the two neighbours)."""
 
     NEAREST = "nearest"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812  (torch's own abbreviation)
+from torch.nn import functional as F
 
 from mxfp8 import observe, ops
 from mxfp8.recipe import CastSpec, LinearRecipe, get_recipe
@@ -75,7 +75,7 @@ class _Plan:
         return out
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _stream(layer: str, operand: int) -> int:
     """Tells apart the random bits of layers and operands that are rounded in the same step."""
     return (zlib.crc32(layer.encode()) + operand) % 2**32
@@ -86,8 +86,8 @@ def _is_rhs(gemm: str, operand: str) -> bool:
 
 
 class _LinearFunction(torch.autograd.Function):
-    """``y = x @ weight.T + bias`` on 2-D ``x``. ``*weights`` are the two quantised weights, flattened: a custom function
-    sees plain tensors only."""
+    """``y = x @ weight.T + bias`` on 2-D ``x``. ``*weights`` are the two quantised weights, flattened: a custom
+    function sees plain tensors only."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ class _LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: _Plan = ctx.plan
         recipe, saved = plan.recipe, list(ctx.saved_tensors)
         dx = dw = db = None
@@ -142,7 +142,7 @@ def _restore(saved: list[torch.Tensor], spec: CastSpec | None, axis: int) -> Ope
     """Take the next operand off ``saved``: two tensors if it was cast by ``spec``, one if it is in high precision."""
     if spec is None:
         return saved.pop(0)
-    return MXTensor(saved.pop(0), saved.pop(0), spec.fmt, axis, spec.block)  # type: ignore[arg-type]
+    return MXTensor(saved.pop(0), saved.pop(0), spec.fmt, axis, spec.block)
 
 
 def _pack_weights(plan: _Plan, weight: torch.Tensor, cache: WeightCache) -> list[torch.Tensor]:
@@ -182,8 +182,8 @@ class MXFP8Linear(nn.Linear):
         recipe: a name from :data:`mxfp8.RECIPES` or a :class:`~mxfp8.LinearRecipe`.
 
     Shape: input ``[..., in_features]`` with any number of rows (zero, or not a multiple of 32, too), output
-    ``[..., out_features]`` in the autocast dtype if autocast is on, else in the input's dtype. Weights may be wider than
-    inputs (float32 master weights with bfloat16 inputs); gradients have the dtype of what they belong to.
+    ``[..., out_features]`` in the autocast dtype if autocast is on, else in the input's dtype. Weights may be wider
+    than inputs (float32 master weights, bfloat16 inputs); gradients have the dtype of what they belong to.
 
     Raises:
         TypeError: input not float32, bfloat16 or float16.
@@ -212,15 +212,18 @@ class MXFP8Linear(nn.Linear):
         self._cache = WeightCache()
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, recipe: str | LinearRecipe = "mxfp8_rceil", *, fqn: str = "") -> MXFP8Linear:
+    def from_linear(
+        cls, linear: nn.Linear, recipe: str | LinearRecipe = "mxfp8_rceil", *, fqn: str = ""
+    ) -> MXFP8Linear:
         """A layer that shares ``linear``'s parameters (the same objects: ties and optimiser state survive), hooks and
         mode. ``fqn`` is its dotted name in reports and the source of its stochastic-rounding stream.
 
         TypeError for subclasses of ``nn.Linear``: their own forward would be lost.
         """
         if type(linear) not in (nn.Linear, MXFP8Linear):
-            raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}: its own forward would be lost")
-        out = _rewrap(linear, cls)
+            name = type(linear).__name__
+            raise TypeError(f"from_linear takes an nn.Linear, not {name}: its own forward would be lost")
+        out: MXFP8Linear = _rewrap(linear, cls)
         out._adopt(recipe, fqn)
         return out
 
@@ -228,7 +231,7 @@ class MXFP8Linear(nn.Linear):
 
     def to_linear(self) -> nn.Linear:
         """The plain ``nn.Linear`` with the same parameters."""
-        out = _rewrap(self, nn.Linear)
+        out: nn.Linear = _rewrap(self, nn.Linear)
         for name in ("recipe", "fqn", "_cache"):
             out.__dict__.pop(name)
         return out
@@ -237,12 +240,13 @@ class MXFP8Linear(nn.Linear):
         """Forget quantised weights. Needed only after writing through ``weight.data`` on CUDA outside an optimiser."""
         self._cache.clear()
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (nn.Linear's name)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = _prepare(input, self.weight, self.in_features, self.fqn)
         plan = _plan(self, x)
         weights = _pack_weights(plan, self.weight, self._cache)
-        y = _LinearFunction.apply(x.reshape(-1, self.in_features), self.weight, self.bias, plan, *weights)
-        return y.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return, no-untyped-call]
+        rows = x.reshape(-1, self.in_features)
+        y: torch.Tensor = _LinearFunction.apply(rows, self.weight, self.bias, plan, *weights)  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
@@ -251,8 +255,9 @@ class MXFP8Linear(nn.Linear):
         return {**self.__dict__, "_cache": WeightCache()}
 
 
-def _rewrap(linear: nn.Linear, cls: type[Any]) -> Any:
-    out = cls.__new__(cls)
+def _rewrap(linear: nn.Linear, cls: type[nn.Linear]) -> Any:
+    """An object of ``cls`` with everything that ``linear`` holds: the same parameters, copies of its dictionaries."""
+    out = object.__new__(cls)
     for name, value in linear.__dict__.items():
         out.__dict__[name] = value.copy() if isinstance(value, dict) else value
     return out
@@ -280,7 +285,7 @@ def _prepare(x: torch.Tensor, weight: torch.Tensor, features: int, fqn: str) -> 
 
 
 class _GroupedFunction(torch.autograd.Function):
-    """``y[s:e] = x[s:e] @ weight[g].T``. Blocks along M start anew with every group, so wgrad is cast group by group."""
+    """``y[s:e] = x[s:e] @ weight[g].T``. Blocks along M start anew with every group, so wgrad casts group by group."""
 
     @staticmethod
     def forward(
@@ -303,7 +308,7 @@ class _GroupedFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: _Plan = ctx.plan
         recipe = plan.recipe
         offs, *saved = ctx.saved_tensors
@@ -390,8 +395,8 @@ class MXFP8GroupedLinear(nn.Module):
         self._cache.clear()
 
     # Group ends are data: compiling them in would mean one graph per batch.
-    @torch.compiler.disable
-    def forward(self, input: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         x = _prepare(input, self.weight, self.in_features, self.fqn)
         if x.ndim != 2:
             raise ValueError(f"grouped linear takes input [M, {self.in_features}], not {tuple(x.shape)}")

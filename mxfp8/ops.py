@@ -5,8 +5,16 @@ from __future__ import annotations
 import torch
 
 from mxfp8 import dispatch
-from mxfp8.formats import BlockShape, ElementFormat, Rounding, ScaleRule, get_block, get_format, get_rounding
-from mxfp8.formats import get_scale_rule
+from mxfp8.formats import (
+    BlockShape,
+    ElementFormat,
+    Rounding,
+    ScaleRule,
+    get_block,
+    get_format,
+    get_rounding,
+    get_scale_rule,
+)
 from mxfp8.rng import RngKey
 from mxfp8.tensor import MXTensor, block_rc, check_axis
 
@@ -172,7 +180,7 @@ def check_offsets(offs: torch.Tensor, groups: int, rows: int) -> None:
     for g, end in enumerate(offs.tolist()):
         if not before <= end <= rows:
             raise ValueError(
-                f"offs[{g}] is {end}, after {before}, with {rows} rows: group ends must not decrease and stay in 0..{rows}"
+                f"offs[{g}] is {end}, after {before}: group ends must not decrease and must stay in 0..{rows}"
             )
         before = end
 
@@ -193,13 +201,13 @@ def _check_operands(op: str, a: MXTensor | torch.Tensor, b: MXTensor | torch.Ten
             got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise TypeError(f"{op}: {name} is {got}, use an MXTensor or a float32, bfloat16 or float16 tensor")
         elif torch.is_grad_enabled() and x.requires_grad:
-            raise TypeError(f"{op} has no backward, but {name} requires grad: use mxfp8.MXFP8Linear, or {name}.detach()")
+            raise TypeError(f"{op} has no backward, but {name} requires grad: use MXFP8Linear, or {name}.detach()")
     if a.device != b.device:
         raise ValueError(f"{op}: a is on {a.device}, b on {b.device}")
 
 
 def _parts(x: MXTensor | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int] | None]:
-    """Plain tensors for a backend: (data, scale bytes, (rows, columns) of a block), the last two None in high precision."""
+    """Plain tensors for a backend: data, scale bytes, (rows, columns) of a block; the last two None if not MX."""
     if isinstance(x, MXTensor):
         return x.qdata, x.scale_bytes, block_rc(x.block, x.axis)
     return x, None, None

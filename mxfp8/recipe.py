@@ -152,9 +152,9 @@ class LinearRecipe:
         cls,
         *,
         name: str,
-        input: CastSpec | None = CastSpec(),  # noqa: A002, B008  (the operand's name; frozen default)
-        weight: CastSpec | None = CastSpec(),  # noqa: B008
-        grad_output: CastSpec | None = CastSpec(),  # noqa: B008
+        input: CastSpec | None = CastSpec(),
+        weight: CastSpec | None = CastSpec(),
+        grad_output: CastSpec | None = CastSpec(),
         wgrad: GemmSpec | None = None,
         seed: int = 0,
         save_activations: str = "mxfp8",

@@ -1,7 +1,7 @@
 """Keys for stochastic rounding, and the step they depend on. A leaf module.
 
-Random bits are a pure function of ``(seed, step, stream, row, column)``: no generator object holds state, so the bits do
-not depend on tiling, device, call order or how a tensor is sharded, and recomputation gives the same bits again.
+Random bits are a pure function of ``(seed, step, stream, row, column)``: no generator object holds state, so the bits
+do not depend on tiling, device, call order or how a tensor is sharded, and recomputation gives the same bits again.
 """
 
 from __future__ import annotations
@@ -68,4 +68,4 @@ def _count_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str
     _step.add_(1)
 
 
-register_optimizer_step_post_hook(_count_step)  # type: ignore[no-untyped-call]
+register_optimizer_step_post_hook(_count_step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -67,12 +67,13 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     saturate: bool = False,
 ) -> torch.Tensor:
-    """``qdata * scale`` for plain tensors; ``block`` is (rows, columns) of one block. See :meth:`MXTensor.dequantize`."""
+    """``qdata * scale`` for plain tensors; ``block`` is (rows, columns). See :meth:`MXTensor.dequantize`."""
     if qdata.ndim >= 2 and qdata.stride(-1) != 1 and qdata.stride(-2) == 1:
         # Work in memory order: a transposed view costs three times as much.
         return dequantize(qdata.mT, scale.mT, (block[1], block[0]), dtype, saturate).mT
     rows, cols = block
     values, factors = qdata.to(torch.float32), scale_values(scale)
+    out: torch.Tensor
     whole = qdata.shape[-1] % cols == 0 and (qdata.ndim < 2 or qdata.shape[-2] % rows == 0)
     if whole and qdata.numel() and qdata.ndim >= 2:
         blocks = values.unflatten(-1, (-1, cols)).unflatten(-3, (-1, rows))
@@ -235,7 +236,7 @@ class MXTensor:
         return self._like(self.qdata.contiguous(), self.scale_bytes.contiguous())
 
     def narrow(self, dim: int, start: int, length: int) -> MXTensor:
-        """A view of ``length`` entries of ``dim`` from ``start``; both ends must lie on block boundaries (or the end)."""
+        """A view of ``length`` entries of ``dim`` from ``start``; both ends lie on block boundaries (or at the end)."""
         dim = self._dim(dim)
         size = self.shape[dim]
         if not (0 <= start <= size and 0 <= length <= size - start):
@@ -376,7 +377,8 @@ def cat(tensors: Sequence[MXTensor], dim: int = 0) -> MXTensor:
         if (q.fmt, q.axis, q.block) != (first.fmt, first.axis, first.block):
             raise ValueError(f"cat: tensor {i} is {q!r}, tensor 0 is {first!r}: format, axis and block must agree")
         if i < len(tensors) - 1 and q.shape[dim] % q._step(dim):
-            raise ValueError(f"cat: tensor {i} has {q.shape[dim]} entries along {dim}, not a multiple of {q._step(dim)}")
+            size, step = q.shape[dim], q._step(dim)
+            raise ValueError(f"cat: tensor {i} has {size} entries along {dim}, not a multiple of {step}")
     qdata = torch.cat([q.qdata.view(torch.uint8) for q in tensors], dim).view(first.fmt.dtype)
     return first._like(qdata, torch.cat([q.scale_bytes for q in tensors], dim))
 
@@ -392,7 +394,7 @@ def _flatten(q: MXTensor) -> tuple[list[torch.Tensor], tuple[str, int, BlockShap
 
 def _unflatten(children: Iterable[Any], context: Any) -> MXTensor:
     # Leaves may be anything while a tree is mapped, so the checks of __post_init__ do not apply here.
-    out = cast(MXTensor, object.__new__(MXTensor))
+    out = object.__new__(MXTensor)
     fmt, axis, block = context
     out._set(*children, get_format(fmt), axis, block)
     return out

@@ -27,8 +27,9 @@ class WeightCache:
     A copy is reused only while all of this holds: same tensor object and storage, same autograd version (every in-place
     operation raises it), no optimiser step since (for a weight that trains; catches optimisers and sharding code that
     write behind autograd's back). On CPU the bits are compared with a snapshot as well, which also catches writes
-    through ``weight.data``; on CUDA that would stall the stream, so after writing through ``.data`` outside an optimiser
-    call :meth:`clear` there. Nothing is cached under ``torch.compile``, in inference mode, or for fake tensors.
+    through ``weight.data``; on CUDA that would stall the stream, so after writing through ``.data`` outside an
+    optimiser call :meth:`clear` there. Nothing is cached under ``torch.compile``, in inference mode, or for fake
+    tensors.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Matrix products of MX operands, exact products accumulated in float32.
 
-Operands come as plain tensors: ``(qdata, scale bytes, (rows, columns) of a block)``; ``scale`` and ``block`` are None for an
+Operands come as plain tensors: ``(qdata, scale bytes, (rows, columns) of a block)``; the last two are None for an
 operand that stays in high precision.
 """
 

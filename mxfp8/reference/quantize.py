@@ -1,7 +1,8 @@
 """Block quantisation, exact and in plain torch. Every other backend must produce these bits.
 
-The scale byte is computed on the integer representation of the block's absolute maximum (never through log2, never from
-data rounded to a narrower type), and elements are scaled by an exact power of two, so the only rounding is the element's.
+The scale byte is computed on the integer representation of the block's absolute maximum (never through log2, never
+from data rounded to a narrower type), and elements are scaled by an exact power of two, so the only rounding is the
+element's.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def _round_stochastic(v: torch.Tensor, fmt: ElementFormat, key: RngKey) -> torch
 
 def _blocks(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     """View ``[..., R, C]`` as ``[..., R/rows, rows, C/cols, cols]``."""
-    return x.unflatten(-1, (x.shape[-1] // cols, cols)).unflatten(-3, (x.shape[-2] // rows, rows))
+    split: torch.Tensor = x.unflatten(-1, (x.shape[-1] // cols, cols)).unflatten(-3, (x.shape[-2] // rows, rows))
+    return split
 
 
 def _whole(blocks: torch.Tensor) -> torch.Tensor:
