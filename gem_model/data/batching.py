@@ -249,7 +249,7 @@ class Batch:
 
         Raises ValueError naming the feature, row, value and allowed range of the first offender.
         """
-        from gem_model.data.validation import validate_batch
+        from gem_model.data.validation import validate_batch  # it imports this module
 
         validate_batch(self, schema)
         return self
