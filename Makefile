@@ -46,8 +46,8 @@ lint: $(STAMPS)/.test  ## ruff: rules and format
 	$(call TOOL,ruff) check .
 	$(call TOOL,ruff) format --check .
 
-types: $(STAMPS)/.test  ## mypy --strict on the library and the model
-	$(call TOOL,mypy) mxfp8 gem_model
+types: $(STAMPS)/.test  ## mypy --strict on the library, the model and the benchmarks
+	$(call TOOL,mypy) mxfp8 gem_model bench
 
 # One thread a worker: two workers with a thread pool each would fight for the cores.
 pytest: $(STAMPS)/.test  ## every test; PYTEST_ARGS="-k name" narrows

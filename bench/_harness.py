@@ -124,8 +124,7 @@ def _time_once(variant: Variant, device: torch.device, flush: torch.Tensor) -> f
         started = time.perf_counter()
         variant.call()
         return (time.perf_counter() - started) * 1e6
-    # torch leaves the constructor of Event untyped
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     variant.call()
     end.record()
