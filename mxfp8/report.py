@@ -276,21 +276,14 @@ def plot_layer_sqnr(
         figure, axes = _new_axes(1.1 + 0.24 * len(rows))
         longest = max((db for _, db in rows if math.isfinite(db)), default=1.0)
         for y, (_, db) in enumerate(rows):
-            below = floor_db is not None and db < floor_db
-            inside = math.isfinite(db) and db > 0.15 * longest  # room for the number within the bar
-            if math.isfinite(db):
-                axes.barh(y, db, height=0.72, color=RED if below else BLUE)
-            words = f"{db:.1f}" if math.isfinite(db) else ("exact" if db == math.inf else str(db))
-            ink = "white" if inside else (_INK if math.isfinite(db) else (GREY if db == math.inf else RED))
-            axes.annotate(
-                words,
-                (max(db, 0.0) if math.isfinite(db) else 0.0, y),
-                (-5 if inside else 5, 0),
-                textcoords="offset points",
-                ha="right" if inside else "left",
-                va="center",
-                color=ink,
-            )
+            finite = math.isfinite(db)
+            words = f"{db:.1f}" if finite else ("exact" if db == math.inf else str(db))
+            ink, x = _INK if finite else (GREY if db == math.inf else RED), 0.0
+            if finite:
+                axes.barh(y, db, height=0.72, color=RED if floor_db is not None and db < floor_db else BLUE)
+                # The number stands in the foot of the bar, clear of the floor line, or after a bar too short for it.
+                ink, x = ("white", 0.0) if db > 0.15 * longest else (_INK, max(db, 0.0))
+            axes.annotate(words, (x, y), (5, 0), textcoords="offset points", va="center", color=ink)
         if floor_db is not None:
             axes.axvline(floor_db, color=RED, lw=1.2, ls=(0, (4, 3)), label=f"floor {floor_db:g} dB")
             figure.legend(loc="outside upper right")
@@ -320,7 +313,9 @@ def plot_health(
 
 
 def _layer_axis(axes: "Axes", names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), list(names))
+    # Full names of deep modules would leave no room for the data: keep both ends.
+    short = [name if len(name) <= 52 else f"{name[:25]}…{name[-26:]}" for name in names]
+    axes.set_yticks(range(len(names)), short)
     axes.grid(axis="y", visible=False)
     axes.set_ylim(len(names) - 0.4, -0.6)
 
