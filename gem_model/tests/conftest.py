@@ -18,6 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def test_data() -> Path:
     """A folder with ml-latest-small/ and samples/; skips where there is none."""
     named = os.environ.get("MXFP8_TEST_DATA")
+    if named and not Path(named).is_dir():
+        raise ValueError(f"MXFP8_TEST_DATA is {named!r}, which is not a folder")
     folder = Path(named) if named else Path(__file__).resolve().parents[2].parent / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("no test data: set MXFP8_TEST_DATA to a folder that holds ml-latest-small/ and samples/")
