@@ -13,6 +13,7 @@ stay in file order, which is time order in the published logs; the last `holdout
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -126,11 +127,11 @@ def _parse(path: Path, number: int, text: str, separator: str) -> tuple[float, l
         corrupt_line(path, number, text, EXPECTED)
     counts, categories = fields[1 : 1 + len(COUNTS)], fields[1 + len(COUNTS) :]
     try:
-        numbers = [float(field) if field else np.nan for field in counts]
+        numbers = [float(field) if field else math.nan for field in counts]
         values = [int(field, 16) if field else MISSING for field in categories]
     except ValueError:
         corrupt_line(path, number, text, EXPECTED)
-    finite = all(np.isfinite(x) for x, field in zip(numbers, counts, strict=True) if field)
+    finite = all(math.isfinite(x) for x, field in zip(numbers, counts, strict=True) if field)
     in_range = all(0 <= value < 1 << 64 for value, field in zip(values, categories, strict=True) if field)
     if not finite or not in_range:
         corrupt_line(path, number, text, EXPECTED)
