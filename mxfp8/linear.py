@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mxfp8 import observe, ops
@@ -116,6 +117,7 @@ class _LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: _Plan = ctx.plan
         recipe, saved = plan.recipe, list(ctx.saved_tensors)
@@ -259,7 +261,7 @@ def _rewrap(linear: nn.Linear, cls: type[nn.Linear]) -> Any:
     """An object of ``cls`` with everything that ``linear`` holds: the same parameters, copies of its dictionaries."""
     out = object.__new__(cls)
     for name, value in linear.__dict__.items():
-        out.__dict__[name] = value.copy() if isinstance(value, dict) else value
+        out.__dict__[name] = value.copy() if isinstance(value, (dict, set)) else value
     return out
 
 
@@ -308,6 +310,7 @@ class _GroupedFunction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: _Plan = ctx.plan
         recipe = plan.recipe

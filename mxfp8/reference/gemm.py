@@ -65,14 +65,19 @@ def _operand(x: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]
 
 @contextlib.contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    """Products in true float32: no autocast, no TF32 or bfloat16 passes, whatever the user's global setting."""
+    """Products in true float32: no autocast, no TF32 or bfloat16 passes, whatever the user's global setting.
+
+    A compiled graph cannot change that setting, but MX operands lose nothing to it: their few significant bits are
+    exact in TF32 and bfloat16, and sums are float32 either way.
+    """
     with torch.autocast(device.type, enabled=False):
-        if torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest":
+        if torch.compiler.is_compiling():
             yield
             return
-        saved = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
+        matmul = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
+        saved = matmul.fp32_precision
+        matmul.fp32_precision = "ieee"
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(saved)
+            matmul.fp32_precision = saved

@@ -115,12 +115,17 @@ def _round_stochastic(v: torch.Tensor, fmt: ElementFormat, key: RngKey) -> torch
     magnitude = v.abs()
     exponent = (magnitude.view(torch.int32) >> 23) - 127
     quantum = exponent.clamp(min=fmt.emin) - fmt.mantissa_bits  # exponent of the gap between the neighbours
-    steps = torch.ldexp(magnitude, -quantum)
+    steps = magnitude * _power_of_two(-quantum)
     below = steps.floor()
     threshold = ((steps - below) * 2.0**32).to(torch.int64)
     rows = v.numel() // v.shape[-1]
     up = random_bits(key, rows, v.shape[-1], v.device).view(v.shape) < threshold
-    return torch.copysign(torch.ldexp(below + up, quantum), v)
+    return torch.copysign((below + up) * _power_of_two(quantum), v)
+
+
+def _power_of_two(n: torch.Tensor) -> torch.Tensor:
+    """Exact float32 ``2**n`` for int32 ``n`` in -126..127 (a device's ``pow`` need not be exact)."""
+    return ((n + 127) << 23).view(torch.float32)
 
 
 def _blocks(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
