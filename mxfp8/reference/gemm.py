@@ -74,7 +74,7 @@ def _full_precision(device: torch.device) -> Iterator[None]:
         if torch.compiler.is_compiling():
             yield
             return
-        matmul = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
+        matmul = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         saved = matmul.fp32_precision
         matmul.fp32_precision = "ieee"
         try:
