@@ -13,8 +13,8 @@ stay in file order, which is time order in the published logs; the last `holdout
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -33,10 +33,9 @@ CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
 COLUMNS = 1 + len(COUNTS) + len(CATEGORIES)
 CSV_HEADER = ",".join(("label", *COUNTS, *CATEGORIES))
 EXPECTED = (
-    f"{COLUMNS} columns: a label 0 or 1, {len(COUNTS)} finite numbers or blanks, {len(CATEGORIES)} hexadecimal values "
+    f"{COLUMNS} columns: a label 0 or 1, {len(COUNTS)} decimal numbers or blanks, {len(CATEGORIES)} hexadecimal values "
     f"of at most 16 digits or blanks"
 )
-MISSING = -1  # no category value: those are unsigned
 Chunk = tuple[FloatArray, IntArray, FloatArray]
 
 
@@ -101,9 +100,9 @@ def read_criteo(path: Path, options: CriteoOptions) -> Iterator[Chunk]:
             corrupt_line(path, first[0], first[1], f"tab-separated columns, or the header {CSV_HEADER!r}")
     else:
         lines = chain([first], lines)
-    rows = islice(lines, options.max_rows)
+    rows = _checked_fields(path, islice(lines, options.max_rows), separator)
     while chunk := list(islice(rows, options.chunk_rows)):
-        yield _columns([_parse(path, number, text, separator) for number, text in chunk], options.num_embeddings)
+        yield _columns(chunk, options.num_embeddings)
 
 
 def hash_categories(values: npt.NDArray[np.uint64], present: npt.NDArray[np.bool_], num_embeddings: int) -> IntArray:
@@ -121,32 +120,31 @@ def hash_categories(values: npt.NDArray[np.uint64], present: npt.NDArray[np.bool
     return np.where(present, rows, 0)
 
 
-def _parse(path: Path, number: int, text: str, separator: str) -> tuple[float, list[float], list[int]]:
-    fields = text.split(separator)
-    if len(fields) != COLUMNS or fields[0] not in ("0", "1"):
-        corrupt_line(path, number, text, EXPECTED)
-    counts, categories = fields[1 : 1 + len(COUNTS)], fields[1 + len(COUNTS) :]
-    try:
-        numbers = [float(field) if field else math.nan for field in counts]
-        values = [int(field, 16) if field else MISSING for field in categories]
-    except ValueError:
-        corrupt_line(path, number, text, EXPECTED)
-    finite = all(math.isfinite(x) for x, field in zip(numbers, counts, strict=True) if field)
-    in_range = all(0 <= value < 1 << 64 for value, field in zip(values, categories, strict=True) if field)
-    if not finite or not in_range:
-        corrupt_line(path, number, text, EXPECTED)
-    return float(fields[0]), numbers, values
-
-
-def _columns(rows: list[tuple[float, list[float], list[int]]], num_embeddings: int) -> Chunk:
-    labels = np.array([label for label, _, _ in rows], dtype=np.float32)
-    counts = np.array([numbers for _, numbers, _ in rows], dtype=np.float64)
-    present = np.array([[value != MISSING for value in values] for _, _, values in rows], dtype=bool)
-    raw = np.array([[max(value, 0) for value in values] for _, _, values in rows], dtype=np.uint64)
+def _columns(rows: list[list[str]], num_embeddings: int) -> Chunk:
+    """Columns of checked rows of `COLUMNS` fields each; only a blank field is missing."""
+    first = 1 + len(COUNTS)
+    labels = np.array([fields[0] for fields in rows], dtype=np.float32)
+    counts = np.array([[float(field or "nan") for field in fields[1:first]] for fields in rows], dtype=np.float64)
+    values = np.array([[int(field or "0", 16) for field in fields[first:]] for fields in rows], dtype=np.uint64)
+    present = np.array([list(map(bool, fields[first:])) for fields in rows], dtype=bool)
     missing = np.isnan(counts)
     known = np.where(missing, 0.0, counts)
     dense = np.concatenate([np.sign(known) * np.log1p(np.abs(known)), missing], axis=1).astype(np.float32)
-    return dense, hash_categories(raw, present, num_embeddings), labels
+    return dense, hash_categories(values, present, num_embeddings), labels
+
+
+def _line_pattern(separator: str) -> re.Pattern[str]:
+    """What a whole line must match, so that converting its fields afterwards cannot fail."""
+    count, category = r"(?:-?[0-9]{1,18}(?:\.[0-9]*)?)?", r"[0-9a-fA-F]{0,16}"
+    return re.compile(f"[01](?:{separator}{count}){{{len(COUNTS)}}}(?:{separator}{category}){{{len(CATEGORIES)}}}")
+
+
+def _checked_fields(path: Path, lines: Iterable[tuple[int, str]], separator: str) -> Iterator[list[str]]:
+    pattern = _line_pattern(separator)
+    for number, text in lines:
+        if not pattern.fullmatch(text):
+            corrupt_line(path, number, text, EXPECTED)
+        yield text.split(separator)
 
 
 def _schema(num_embeddings: int) -> Schema:
