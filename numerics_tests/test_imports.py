@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lower layers first; a module imports 
     ("reference", "observe"),
     ("dispatch",),
     ("ops", "recipe"),
-    ("weight_cache",),
+    ("weight_cache", "rules"),
     ("linear", "attention", "activations", "distributed", "drift"),
     ("policy",),
     ("audit",),
