@@ -94,7 +94,7 @@ def resolve(op: str, backend: str, device: torch.device) -> Callable[..., Any]:
         RuntimeError: the named backend cannot run here; the message says why and what can.
     """
     if backend == "auto":
-        backend = _chosen.get((op, device.type)) or _choose(op, device.type)
+        backend = _choose(op, device.type)
     elif backend != "reference":
         _require(op, backend, device.type)
     return _functions[op, backend]
@@ -134,9 +134,12 @@ def explain(device: str | torch.device | None = None) -> list[Availability]:
     return rows
 
 
-# torch.compile runs these two while tracing and takes the result as a constant of the graph.
+# torch.compile runs these two while tracing and takes the result as a constant of the graph. They hold every read of
+# what they write: a guard on `_chosen` taken before `_choose` fills it would fail on its own first check.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _choose(op: str, kind: str) -> str:
+    if (op, kind) in _chosen:
+        return _chosen[op, kind]
     reasons = {b: why_not(op, b, kind) for b in BACKENDS}
     backend = next(b for b in BACKENDS if reasons[b] is None)
     if backend == "reference" and kind == "cuda":

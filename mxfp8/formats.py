@@ -135,7 +135,7 @@ def get_format(fmt: str | ElementFormat) -> ElementFormat:
     """Return the format named ``fmt`` (``"e4m3"`` or ``"e5m2"``), or ``fmt`` itself. ValueError if unknown."""
     if isinstance(fmt, ElementFormat):
         return fmt
-    if fmt not in ELEMENT_FORMATS:
+    if not isinstance(fmt, str) or fmt not in ELEMENT_FORMATS:
         raise ValueError(f"unknown element format {fmt!r}: use one of {', '.join(map(repr, ELEMENT_FORMATS))}")
     return ELEMENT_FORMATS[fmt]
 
@@ -152,7 +152,7 @@ def get_rounding(rounding: str | Rounding) -> Rounding:
 
 def get_block(block: BlockShape) -> BlockShape:
     """Return ``block`` as a tuple of two ints if it is one of :data:`BLOCK_SHAPES`. ValueError otherwise."""
-    shape = tuple(block)
+    shape = tuple(block) if isinstance(block, (tuple, list)) else block
     if shape not in BLOCK_SHAPES:
         raise ValueError(f"unknown block shape {block!r}: use one of {', '.join(map(str, BLOCK_SHAPES))}")
     return shape[0], shape[1]

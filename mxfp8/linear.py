@@ -12,6 +12,7 @@ of 16, with the same gradients bit for bit.
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 
 from mxfp8 import observe, ops
 from mxfp8.recipe import CastSpec, LinearRecipe, get_recipe
-from mxfp8.rng import RngKey, step_tensor
+from mxfp8.rng import RngKey, get_step, step_tensor
 from mxfp8.tensor import MXTensor
 from mxfp8.weight_cache import WeightCache, quantize_weight
 
@@ -54,7 +55,8 @@ class _Plan:
         key = None
         if spec.rounding == "stochastic":
             stream = _stream(self.layer, _STREAMS[gemm, operand])
-            key = RngKey(seed=self.recipe.seed, step=step_tensor(), stream=stream, row_offset=row_offset)
+            step = step_tensor() if torch.compiler.is_compiling() else get_step()
+            key = RngKey(seed=self.recipe.seed, step=step, stream=stream, row_offset=row_offset)
         q = ops.quantize(x, axis, spec.fmt, spec.block, spec.scale_rule, spec.rounding, key)
         self.watch_cast(gemm, operand, x, q)
         return q
@@ -105,8 +107,7 @@ class _LinearFunction(torch.autograd.Function):
         if plan.needs_dgrad:
             saved += [w_dgrad.qdata, w_dgrad.scale_bytes] if isinstance(w_dgrad, MXTensor) else [w_dgrad]
         if plan.needs_wgrad and recipe.saves_mx_activations:
-            reuse = isinstance(x_fprop, MXTensor) and x_fprop.is_square and recipe.wgrad.rhs == recipe.fprop.lhs
-            x_wgrad = x_fprop if reuse else plan.cast(x, "wgrad", "input", axis=-2)
+            x_wgrad = x_fprop if recipe.shares_input else plan.cast(x, "wgrad", "input", axis=-2)
             assert isinstance(x_wgrad, MXTensor)
             saved += [x_wgrad.qdata, x_wgrad.scale_bytes]
         elif plan.needs_wgrad:
@@ -188,7 +189,7 @@ class MXFP8Linear(nn.Linear):
     than inputs (float32 master weights, bfloat16 inputs); gradients have the dtype of what they belong to.
 
     Raises:
-        TypeError: input not float32, bfloat16 or float16.
+        TypeError: input or weight not float32, bfloat16 or float16.
         ValueError: wrong number of features, or weights still on the meta device.
 
     **Numerics.** Casts as in :mod:`mxfp8.recipe`, GEMMs as in :func:`mxfp8.gemm`: float32 accumulation, bias added in
@@ -246,7 +247,7 @@ class MXFP8Linear(nn.Linear):
         x = _prepare(input, self.weight, self.in_features, self.fqn)
         plan = _plan(self, x)
         weights = _pack_weights(plan, self.weight, self._cache)
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)  # -1 is ambiguous without features
         y: torch.Tensor = _LinearFunction.apply(rows, self.weight, self.bias, plan, *weights)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -279,10 +280,12 @@ def _prepare(x: torch.Tensor, weight: torch.Tensor, features: int, fqn: str) -> 
     if weight.is_meta and not x.is_meta:
         raise ValueError(f"{where}: weights are on the meta device: call to_empty(), then initialise or load them")
     kind = x.device.type
-    if x.is_floating_point() and torch.is_autocast_enabled(kind):
+    if x.is_floating_point() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     if x.dtype not in _INPUT_DTYPES:
         raise TypeError(f"{where}: input is {x.dtype}, use float32, bfloat16 or float16")
+    if weight.dtype not in _INPUT_DTYPES:
+        raise TypeError(f"{where}: weight is {weight.dtype}, use float32, bfloat16 or float16 master weights")
     return x
 
 

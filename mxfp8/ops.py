@@ -65,13 +65,13 @@ def quantize(
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3 (``floor``); NVIDIA PTX ``cvt.rp.satfinite.ue8m0x2``
     (``rceil``).
     """
-    if not isinstance(x, torch.Tensor) or x.dtype not in FLOAT_DTYPES:
-        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        raise TypeError(f"quantize takes a float32, bfloat16, float16 or float64 tensor, not {got}")
+    _check_float("quantize", x)
     block = get_block(block)
     check_axis(axis, x.ndim, block)
     form, rule, mode = get_format(fmt), get_scale_rule(scale_rule), get_rounding(rounding)
     key = RngKey(seed=seed) if isinstance(seed, int) else seed
+    if key is not None and not isinstance(key, RngKey):
+        raise TypeError(f"seed is {seed!r}: use an int or an RngKey")
     if mode is Rounding.STOCHASTIC and key is None:
         raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
     run = dispatch.resolve("quantize", backend, x.device)
@@ -89,11 +89,13 @@ def hadamard(x: torch.Tensor, axis: int = -1, size: int = 32, seed: int = 0, bac
     product over ``axis`` with the same seed: the exact product does not change, outliers spread over ``size`` entries.
 
     Raises:
+        TypeError: ``x`` is not a floating-point tensor of a supported dtype.
         ValueError: size or axis not allowed.
 
     **Numerics.** ``(x * signs) @ H / sqrt(size)`` by float32 butterflies in a fixed order; no rounding before the last
     multiplication other than that of the additions. Source: Tseng et al., "Training LLMs with MXFP4", 2025.
     """
+    _check_float("hadamard", x)
     if size not in (16, 32, 64, 128):
         raise ValueError(f"Hadamard size is {size}: use 16, 32, 64 or 128")
     check_axis(axis, x.ndim, (1, 32))
@@ -129,8 +131,8 @@ def gemm(
     _check_operands("gemm", a, b, out_dtype)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"gemm takes a[M, K] and b[N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
-    if bias is not None and tuple(bias.shape) != (b.shape[0],):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}: b of shape {tuple(b.shape)} needs ({b.shape[0]},)")
+    if bias is not None:
+        _check_bias(bias, b)
     run = dispatch.resolve("gemm", backend, a.device)
     with torch.no_grad():
         out: torch.Tensor = run(*_parts(a), *_parts(b), bias=bias, out_dtype=out_dtype)
@@ -185,6 +187,26 @@ def check_offsets(offs: torch.Tensor, groups: int, rows: int) -> None:
         before = end
 
 
+def _check_float(op: str, x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in FLOAT_DTYPES:
+        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"{op} takes a float32, bfloat16, float16 or float64 tensor, not {got}")
+
+
+def _check_bias(bias: torch.Tensor, b: MXTensor | torch.Tensor) -> None:
+    _check_float("gemm's bias", bias)
+    if tuple(bias.shape) != (b.shape[0],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: b of shape {tuple(b.shape)} needs ({b.shape[0]},)")
+    if bias.device != b.device:
+        raise ValueError(f"gemm: bias is on {bias.device}, b on {b.device}")
+    _check_no_grad("gemm", "bias", bias)
+
+
+def _check_no_grad(op: str, name: str, x: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise TypeError(f"{op} has no backward, but {name} requires grad: use MXFP8Linear, or {name}.detach()")
+
+
 def _check_operands(op: str, a: MXTensor | torch.Tensor, b: MXTensor | torch.Tensor, out_dtype: torch.dtype) -> None:
     if out_dtype not in OUT_DTYPES:
         raise TypeError(f"{op}: out_dtype is {out_dtype}, use float32, bfloat16 or float16")
@@ -200,8 +222,8 @@ def _check_operands(op: str, a: MXTensor | torch.Tensor, b: MXTensor | torch.Ten
         elif not isinstance(x, torch.Tensor) or x.dtype not in OUT_DTYPES:
             got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise TypeError(f"{op}: {name} is {got}, use an MXTensor or a float32, bfloat16 or float16 tensor")
-        elif torch.is_grad_enabled() and x.requires_grad:
-            raise TypeError(f"{op} has no backward, but {name} requires grad: use MXFP8Linear, or {name}.detach()")
+        else:
+            _check_no_grad(op, name, x)
     if a.device != b.device:
         raise ValueError(f"{op}: a is on {a.device}, b on {b.device}")
 

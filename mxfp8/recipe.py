@@ -85,6 +85,12 @@ class GemmSpec:
     rhs: CastSpec | None = field(default_factory=CastSpec)
     skip: bool = False
 
+    def __post_init__(self) -> None:
+        for side in ("lhs", "rhs"):
+            spec = getattr(self, side)
+            if spec is not None and not isinstance(spec, CastSpec):
+                raise TypeError(f"{side} is {spec!r}: use a CastSpec, or None for high precision")
+
     @property
     def is_hp(self) -> bool:
         """True if both operands stay in high precision."""
@@ -123,8 +129,8 @@ class LinearRecipe:
             self._check(gemm, getattr(self, gemm))
         if self.save_activations not in ("mxfp8", "high_precision"):
             raise ValueError(f"save_activations is {self.save_activations!r}: use 'mxfp8' or 'high_precision'")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed is {self.seed}: use an int in 0..2**64-1")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed is {self.seed!r}: use an int in 0..2**64-1")
         if any(s is not None and s.fmt == "e5m2" for s in (self.dgrad.lhs, self.wgrad.lhs)):
             warnings.warn(
                 f"recipe {self.name!r} casts gradients to E5M2, which has made MXFP8 training diverge elsewhere: "
@@ -133,6 +139,8 @@ class LinearRecipe:
             )
 
     def _check(self, gemm: str, spec: GemmSpec) -> None:
+        if not isinstance(spec, GemmSpec):
+            raise TypeError(f"{self.name}.{gemm} is {spec!r}: use a GemmSpec")
         sizes = {s.hadamard if s is not None else None for s in (spec.lhs, spec.rhs)}
         if gemm != "wgrad":
             if sizes != {None}:
@@ -173,6 +181,12 @@ class LinearRecipe:
     def shares_weight(self) -> bool:
         """True if one quantised weight serves fprop and dgrad (square blocks, same cast)."""
         return self.fprop.rhs is not None and self.fprop.rhs == self.dgrad.rhs and self.fprop.rhs.is_square
+
+    @property
+    def shares_input(self) -> bool:
+        """True if one quantised input serves fprop and wgrad (square blocks, same cast, no random bits of its own)."""
+        spec = self.fprop.lhs
+        return spec is not None and spec == self.wgrad.rhs and spec.is_square and spec.rounding == "nearest"
 
     @property
     def saves_mx_activations(self) -> bool:

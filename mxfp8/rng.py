@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 __all__ = ["RngKey", "get_step", "set_step", "step_tensor"]
 
-# A tensor, so that torch.compile sees an input that changes and not a constant that forces a recompilation every step.
-_step = torch.zeros((), dtype=torch.int64)
+# One number, seen twice. As a tensor: torch.compile takes it as an input that changes, not as a constant that forces a
+# recompilation every step. As an array: it is read and counted without torch, also inside fake-tensor modes.
+_count = np.zeros((), dtype=np.int64)
+_step = torch.from_numpy(_count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,8 @@ class RngKey:
             bits = 64 if name == "seed" else 32
             if not isinstance(value, int) or not 0 <= value < 2**bits:
                 raise ValueError(f"RngKey.{name} is {value!r}: use an int in 0..2**{bits}-1")
+        if not isinstance(self.step, (int, torch.Tensor)):
+            raise ValueError(f"RngKey.step is {self.step!r}: use an int or a 0-dim int64 tensor")
 
     def at(self, row_offset: int, col_offset: int = 0) -> RngKey:
         """The key of a shard that starts at this position of the tensor that ``self`` names."""
@@ -49,14 +54,14 @@ class RngKey:
 
 def get_step() -> int:
     """The number of optimiser steps seen (or set): part of every stochastic-rounding key. Save it in checkpoints."""
-    return int(_step)
+    return int(_count)
 
 
 def set_step(step: int) -> None:
     """Set the step, e.g. when a run resumes. ValueError if negative."""
     if step < 0:
         raise ValueError(f"step is {step}: use a step >= 0")
-    _step.fill_(step)
+    _count[...] = step
 
 
 def step_tensor() -> torch.Tensor:
@@ -64,8 +69,9 @@ def step_tensor() -> torch.Tensor:
     return _step
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _count_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    _step.add_(1)
+    set_step(get_step() + 1)
 
 
 register_optimizer_step_post_hook(_count_step)

@@ -72,7 +72,8 @@ def dequantize(
         # Work in memory order: a transposed view costs three times as much.
         return dequantize(qdata.mT, scale.mT, (block[1], block[0]), dtype, saturate).mT
     rows, cols = block
-    values, factors = qdata.to(torch.float32), scale_values(scale)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    values, factors = qdata.to(exact), scale_values(scale).to(exact)
     out: torch.Tensor
     whole = qdata.shape[-1] % cols == 0 and (qdata.ndim < 2 or qdata.shape[-2] % rows == 0)
     if whole and qdata.numel() and qdata.ndim >= 2:
@@ -121,6 +122,11 @@ class MXTensor:
         block: BlockShape = (1, 32),
     ) -> None:
         form, block = get_format(fmt), get_block(block)
+        for name, part in (("qdata", qdata), ("scale", scale)):
+            if not isinstance(part, torch.Tensor):
+                raise TypeError(f"{name} is a {type(part).__name__}: use a tensor")
+        if qdata.device != scale.device:
+            raise ValueError(f"qdata is on {qdata.device}, scale on {scale.device}: move one of them")
         if qdata.dtype != form.dtype:
             raise TypeError(f"qdata is {qdata.dtype}, but format {form} is stored as {form.dtype}")
         if scale.dtype not in (SCALE_DTYPE, torch.uint8):
@@ -184,9 +190,9 @@ class MXTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32, *, saturate: bool = False) -> torch.Tensor:
         """Return ``qdata * scale`` as a tensor of ``dtype``, with the shape of ``qdata``.
 
-        **Numerics.** The product is formed in float32, where it is exact, and rounded once to ``dtype``. A block whose
-        scale byte is 255 is NaN. 448 * 2**120 and above exceed float32: such elements become Inf, or the largest
-        finite number of ``dtype`` with ``saturate=True`` (NaN stays NaN).
+        **Numerics.** The product is formed in float32 (float64 for float64), where it is exact, and rounded once to
+        ``dtype``. A block whose scale byte is 255 is NaN. Elements of 2**128 and above exceed float32: they become Inf
+        there, or the largest finite number of ``dtype`` with ``saturate=True`` (NaN stays NaN).
         """
         if not dtype.is_floating_point or dtype.itemsize == 1:
             raise TypeError(f"dequantize to {dtype}: use float32, bfloat16, float16 or float64")
@@ -269,7 +275,8 @@ class MXTensor:
         """Like ``torch.chunk``; ValueError if a piece would not start on a block boundary."""
         if chunks < 1:
             raise ValueError(f"chunk into {chunks} pieces: use at least 1")
-        return self.split(max(1, math.ceil(self.shape[self._dim(dim)] / chunks)), dim)
+        size = self.shape[self._dim(dim)]
+        return self.split(math.ceil(size / chunks) if size else [0] * chunks, dim)
 
     def __getitem__(self, index: Any) -> MXTensor:
         """Slices with step 1 on block boundaries; integers on leading (batch) dimensions only."""
@@ -361,7 +368,9 @@ class MXTensor:
         if func not in own:
             name = getattr(func, "__name__", str(func))
             raise TypeError(f"torch.{name} does not take an MXTensor: use mxfp8.gemm, or .dequantize() first")
-        return own[func](*args, **(kwargs or {}))
+        # torch names its first argument; as a method it is self.
+        named = {("self" if name in ("input", "tensor") else name): v for name, v in (kwargs or {}).items()}
+        return own[func](*args, **named)
 
 
 def cat(tensors: Sequence[MXTensor], dim: int = 0) -> MXTensor:

@@ -44,7 +44,7 @@ class WeightCache:
 
     def get(self, weight: torch.Tensor, spec: CastSpec, axis: int) -> MXTensor:
         """``weight`` quantised by ``spec`` along ``axis``: a cached copy if it is provably current."""
-        if torch.compiler.is_compiling() or weight.is_inference() or weight.is_meta or isinstance(weight, FakeTensor):
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not _has_version(weight):
             return quantize_weight(weight, spec, axis)
         if not self._is_current(weight):
             self.clear()
@@ -58,6 +58,10 @@ class WeightCache:
         if self._weight is None or self._weight() is not weight or self._state != _state(weight):
             return False
         return self._snapshot is None or torch.equal(_bits(weight), self._snapshot)
+
+
+def _has_version(weight: torch.Tensor) -> bool:
+    return not (weight.is_inference() or weight.is_meta or isinstance(weight, FakeTensor))
 
 
 def _state(weight: torch.Tensor) -> tuple[Any, ...]:

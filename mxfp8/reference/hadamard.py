@@ -29,7 +29,7 @@ def hadamard(x: torch.Tensor, *, axis: int, size: int, seed: int) -> torch.Tenso
     if tail := -y.shape[-1] % size:
         y = pad(y, (0, tail))
     shape = y.shape
-    y = y.reshape(*shape[:-1], -1, size) * random_signs(seed, size, x.device)
+    y = y.reshape(*shape[:-1], shape[-1] // size, size) * random_signs(seed, size, x.device)
     h = 1
     while h < size:
         y = y.unflatten(-1, (-1, 2, h))

@@ -38,11 +38,11 @@ def philox(
 
 def random_bits(key: RngKey, rows: int, cols: int, device: torch.device) -> torch.Tensor:
     """Uniform 32-bit words ``[rows, cols]`` (int64): word ``c % 4`` of counter ``(c // 4, r, step, stream)`` at global
-    row ``r`` and column ``c``."""
+    row ``r`` and column ``c``, each modulo 2**32."""
     first = key.col_offset // 4
     groups = -(-(key.col_offset + cols) // 4) - first
-    c0 = torch.arange(first, first + groups, device=device)[None, :]
-    c1 = torch.arange(key.row_offset, key.row_offset + rows, device=device)[:, None]
+    c0 = torch.arange(first, first + groups, device=device)[None, :] & _MASK
+    c1 = torch.arange(key.row_offset, key.row_offset + rows, device=device)[:, None] & _MASK
     step = torch.as_tensor(key.step, dtype=torch.int64).to(device) & _MASK
     zero = torch.zeros((), dtype=torch.int64, device=device)
     words = philox(key.seed, (c0 + 0 * c1, c1 + 0 * c0, zero + step, zero + key.stream))
