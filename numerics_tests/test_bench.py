@@ -1,9 +1,8 @@
 """The bench harness: what it saves, what it refuses, and that the two benchmarks run and print what they promise."""
 
 import dataclasses
+import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -119,17 +118,24 @@ def test_targets_with_a_wrong_key_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "small"),
-    [
-        ("bench.quantize", ["--rows", "64", "--columns", "64"]),
-        ("bench.linear", ["--m", "64", "--k", "64", "--n", "96"]),
-    ],
+    ("name", "small"),
+    [("quantize", {"rows": 64, "columns": 64}), ("linear", {"m": 64, "k": 64, "n": 96, "recipe": "mxfp8_rceil"})],
 )
-def test_benchmark_runs_and_ends_with_json(module: str, small: list[str], repo_root: Path) -> None:
-    argv = [sys.executable, "-m", module, "--device", "cpu", "--seconds", "0", *small]
-    done = subprocess.run(argv, cwd=repo_root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert last["bench"] == module.removeprefix("bench.")
+def test_benchmark_runs_and_ends_with_json(
+    name: str, small: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    importlib.import_module(f"bench.{name}").main(device="cpu", save=False, seconds=0.0, **small)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["bench"] == name
     assert tuple(last["rows"][0]) == harness.COLUMNS
     assert all(row["value"] > 0 for row in last["rows"])
+
+
+def test_a_wrong_cast_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The check before timing can fail: a cast of something else is caught, and nothing printed."""
+    quantize = importlib.import_module("bench.quantize")
+    right = quantize.mxfp8.quantize
+    monkeypatch.setattr(quantize.mxfp8, "quantize", lambda x, scale_rule: right(x * 1.02, scale_rule=scale_rule))
+    with pytest.raises(RuntimeError, match=r"rceil: SQNR .* dB, expected about 31\.53 dB|bytes differ"):
+        quantize.main(device="cpu", save=False, seconds=0.0, rows=64, columns=64)
+    assert capsys.readouterr().out == ""

@@ -30,7 +30,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lower layers first; a module imports 
     ("ops", "recipe"),
     ("weight_cache", "rules"),
     ("linear", "attention", "activations", "distributed", "drift"),
+    ("policies",),
     ("policy",),
+    ("description",),
     ("audit",),
     ("cli",),
 )
