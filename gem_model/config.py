@@ -25,6 +25,23 @@ GATES = ("identity", "sigmoid", "tanh")
 EXPERTS = ("dcn", "wukong")
 SEQUENCE_ATTENTION = ("block", "window")
 POOLINGS = ("mean", "sum")
+POSITIVE_SIZES = (
+    "dim",
+    "layers",
+    "heads",
+    "dense_hidden",
+    "dense_tokens",
+    "max_history",
+    "summary_tokens",
+    "pma_tokens",
+    "recent_tokens",
+    "pffn_tokens",
+    "block",
+    "fm_rank",
+    "fm_tokens",
+    "linear_tokens",
+    "cross_rank",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +141,7 @@ class GEMConfig:
                 raise ValueError(f"GEMConfig.{field} must be positive and finite, got {value}")
 
     def _check_sizes(self) -> None:
-        sizes = ("dim", "layers", "heads", "dense_hidden", "dense_tokens", "max_history", "summary_tokens", "block")
-        sizes += ("pma_tokens", "recent_tokens", "pffn_tokens", "fm_rank", "fm_tokens", "linear_tokens", "cross_rank")
-        for field in sizes:
+        for field in POSITIVE_SIZES:
             if getattr(self, field) < 1:
                 raise ValueError(f"GEMConfig.{field} must be at least 1, got {getattr(self, field)}")
         if self.dim % 32:
@@ -179,7 +194,7 @@ def tables_for_schema(config: GEMConfig, schema: Schema) -> tuple[EmbeddingBagCo
         table = next(table for table in tables if feature in table.feature_names)
         if table.num_embeddings < count:
             raise ValueError(
-                f"table {table.name!r} has {table.num_embeddings} rows but feature {feature!r} has ids up to {count - 1}"
+                f"table {table.name!r} has {table.num_embeddings} rows but feature {feature!r} needs {count}"
             )
     for table in tables:
         unknown = [feature for feature in table.feature_names if feature not in rows]

@@ -28,7 +28,7 @@ from gem_model.layers.basic import TokenSummary
 from gem_model.layers.embedding import EMBEDDING_STD, DenseTokens, EmbeddingTables, EventTokens
 from gem_model.layers.experts import InteractionExperts
 from gem_model.layers.heads import MultiTaskHead, multi_task_loss
-from gem_model.layers.sequence import Layout, SequenceLayer, SequenceSummary
+from gem_model.layers.sequence import AttentionPooling, Layout, SequenceLayer
 
 
 class GEMLayer(nn.Module):
@@ -68,7 +68,8 @@ class GEM(nn.Module):
         weights = config.task_weights
         if weights is not None and (len(weights) != len(schema.tasks) or min(weights) < 0 or sum(weights) <= 0):
             raise ValueError(
-                f"GEMConfig.task_weights must hold one weight >= 0, not all 0, for each of {schema.tasks}, got {weights}"
+                f"GEMConfig.task_weights must hold one weight >= 0, not all 0, for each of {schema.tasks}, "
+                f"got {weights}"
             )
         self.config, self.schema = config, schema
         streams = schema.stream_names
@@ -100,7 +101,7 @@ class GEM(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.EmbeddingBag):
                 nn.init.normal_(module.weight, std=EMBEDDING_STD)
-            elif isinstance(module, SequenceSummary):
+            elif isinstance(module, AttentionPooling):
                 nn.init.normal_(module.seeds)
 
     def forward(self, batch: Batch) -> Tensor:

@@ -3,7 +3,7 @@
 Layout, in all three: `q` [rows_q, heads, dim], `k` [rows_k, heads, dim], `v` [rows_k, heads, dim_v], the rows of all B
 samples one after the other; `cu_seq_*` int32 or int64 [B + 1], sample b owning rows cu_seq[b] to cu_seq[b + 1]; `max_*`
 an upper bound on the lengths. Names and the meaning of `window_size` are those of torch's variable-length attention.
-A sample of length zero is legal, and so is a batch of nothing. The output is [rows_q, heads, dim_v] in the dtype of `v`.
+A sample of length zero is legal, and so is an empty batch. The output is [rows_q, heads, dim_v] in the dtype of `v`.
 
 Numerics: high precision only. Logits, softmax and sums are fp32 (fp64 for fp64 inputs), also under autocast. The one
 value of `recipe` is None.
@@ -46,12 +46,13 @@ def jagged_attention(
     _check_offsets("q", cu_seq_q, q.shape[0], max_q)
     _check_offsets("k", cu_seq_k, k.shape[0], max_k)
     _check_same_batch(cu_seq_q, cu_seq_k)
-    if len(window_size) != 2 or any(side < -1 for side in window_size):
+    if len(window_size) != 2 or min(window_size) < -1:
         raise ValueError(f"window_size must be (left, right), each -1 (unbounded) or at least 0, got {window_size}")
+    left, right = window_size
     if bias is not None:
         _check_bias(bias, q.shape[1], max_q, max_k)
     return reference.jagged_attention(
-        q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=tuple(window_size), bias=bias
+        q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=(left, right), bias=bias
     )
 
 

@@ -1,1 +1,1 @@
-"""The parts of GEM, one file each: embedding, gating, sequence, interaction, experts, heads; norms and MLPs in `basic`."""
+"""The parts of GEM, one file each: embedding, sequence, interaction, experts, heads; norms, MLPs and gates in basic."""

@@ -87,7 +87,7 @@ class DenseTokens(nn.Module):
 
     def forward(self, dense: Tensor) -> Tensor:
         tokens: Tensor = self.mlp(dense)
-        return tokens.unflatten(-1, self.shape)
+        return tokens.view(-1, *self.shape)
 
 
 class EventTokens(nn.Module):

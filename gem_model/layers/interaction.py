@@ -26,11 +26,12 @@ class FactorizationMachineBlock(nn.Module):
     def interact(self, x: Tensor) -> Tensor:
         """FM(X) = X (X^T Y): [B, n, d] -> [B, n, k]."""
         projected: Tensor = self.project(x.mT)
-        return torch.bmm(x.to(projected.dtype), projected)
+        product: Tensor = torch.bmm(x.to(projected.dtype), projected)
+        return product
 
     def forward(self, x: Tensor) -> Tensor:
         tokens: Tensor = self.mlp(self.norm(self.interact(x).flatten(1)))
-        return tokens.unflatten(-1, self.shape)
+        return tokens.view(-1, *self.shape)
 
 
 class WukongExpert(nn.Module):

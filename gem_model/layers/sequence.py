@@ -32,8 +32,8 @@ class Layout:
     """int64 [B, n_recent]: packed rows of the latest events, oldest first; clamped where a sample has fewer."""
     recent_valid: Tensor
     """bool [B, n_recent, 1]."""
-    rotary: tuple[Tensor, Tensor]
-    """Cosine and sine of the rotary angles, float32 [T + B n_cls, 1, head_dim / 2]."""
+    phases: Tensor
+    """Rotary phases, complex64 [T + B n_cls, 1, head_dim / 2]."""
 
     @staticmethod
     def build(lengths: Tensor, seconds_ago: Tensor, config: GEMConfig) -> Layout:
@@ -58,7 +58,7 @@ class Layout:
             cls_rows=cls_rows,
             recent_rows=recent.clamp(min=0),
             recent_valid=(recent >= cu_seq[:-1, None])[:, :, None],
-            rotary=rotary_angles(torch.cat([seconds_ago, now])[source], config),
+            phases=rotary_phases(torch.cat([seconds_ago, now])[source], config),
         )
 
     def pack(self, events: Tensor, cls_tokens: Tensor) -> Tensor:
@@ -70,24 +70,26 @@ class Layout:
         return torch.arange(self.cu_seq.numel(), device=self.cu_seq.device) * tokens
 
 
-def rotary_angles(seconds: Tensor, config: GEMConfig) -> tuple[Tensor, Tensor]:
-    """ROTE (Kunlun, arXiv 2602.10016): cosine and sine, float32 [T, 1, head_dim / 2], of f_i log(1 + seconds / scale).
+def rotary_phases(seconds: Tensor, config: GEMConfig) -> Tensor:
+    """ROTE (Kunlun, arXiv 2602.10016): exp(i f_j log(1 + seconds / scale)), complex64 [T, 1, head_dim / 2].
 
-    f_i = base^(-i / (head_dim / 2)). Log-time spans 0 to about 13 for a year at a minute's scale, so the base is far
+    f_j = base^(-j / (head_dim / 2)). Log-time spans 0 to about 13 for a year at a minute's scale, so the base is far
     below that of token positions.
     """
     pairs = config.head_dim // 2
     position = torch.log1p(seconds / config.rotary_seconds)
     frequency = config.rotary_base ** -(torch.arange(pairs, device=seconds.device) / pairs)
     angle = (position[:, None] * frequency)[:, None, :]
-    return angle.cos(), angle.sin()
+    return torch.polar(torch.ones_like(angle), angle)
 
 
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate feature pairs (i, i + dim / 2) of [T, heads, dim] in fp32; the result has the dtype of `x`."""
-    cos, sin = rotary
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+def rotate(x: Tensor, phases: Tensor) -> Tensor:
+    """Rotate feature pairs (2 j, 2 j + 1) of [T, heads, dim] in fp32; the result has the dtype of `x`.
+
+    As a complex product: one pass, several times faster on a CPU than sines and cosines on strided halves.
+    """
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * phases).flatten(-2).to(x.dtype)
 
 
 class PFFN(nn.Module):
@@ -143,8 +145,8 @@ class SelfAttention(nn.Module):
         """[T', d] -> [T', d]."""
         config = self.config
         qkv = self.qkv(self.norm(tokens)).unflatten(-1, (3 * config.heads, config.head_dim))
-        qk, v = qkv.split([2 * config.heads, config.heads], dim=1)
-        q, k = rotate(qk, layout.rotary).chunk(2, dim=1)
+        q, k, v = qkv.chunk(3, dim=1)
+        q, k = rotate(q, layout.phases), rotate(k, layout.phases)
         cu_seq, max_len = layout.cu_seq, layout.max_len
         if config.attention == "block":
             attended = block_attention(q, k, v, cu_seq, max_len, block=config.block)
@@ -154,48 +156,51 @@ class SelfAttention(nn.Module):
         return out
 
 
-class SequenceSummary(nn.Module):
-    """S_sum = Norm(Gating([CLS | PMA | recent])): packed [T', d] -> float32 [B, n_cls + n_pma + n_recent, d].
+class AttentionPooling(nn.Module):
+    """PMA: multi-head attention of learned seeds over a packed sequence, [T', d] -> [B, n_pma, d].
 
-    PMA is attention pooling by learned seeds (Set Transformer's, as InterFormer uses it). A sample with fewer events
-    than `recent_tokens` has zeros in the places of the missing ones.
+    Queries are constants, so the key map folds into them (q . W_k s = (W_k^T q) . s), and the value and output maps
+    commute with the weighted sum. What remains of multi-head attention is one seed in token space per head, K = V = S,
+    and one linear on the pooled heads: no linear runs over the long sequence.
     """
 
     def __init__(self, config: GEMConfig) -> None:
         super().__init__()
-        self.config = config
+        self.heads = config.heads
+        self.seeds = nn.Parameter(torch.empty(config.pma_tokens * config.heads, config.dim))
+        self.out = nn.Linear(config.heads * config.dim, config.dim, bias=config.bias)
+
+    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
+        count, dim = self.seeds.shape
+        batch = layout.cu_seq.numel() - 1
+        seeds = self.seeds.to(tokens.dtype).expand(batch, count, dim).reshape(-1, 1, dim)
+        rows = tokens[:, None, :]
+        pooled = jagged_attention(seeds, rows, rows, layout.uniform(count), layout.cu_seq, count, layout.max_len)
+        out: Tensor = self.out(pooled.view(batch, count // self.heads, self.heads * dim))
+        return out.float()
+
+
+class SequenceSummary(nn.Module):
+    """S_sum = Norm(Gating(Norm([CLS | PMA | recent]))): packed [T', d] -> float32 [B, n_cls + n_pma + n_recent, d].
+
+    A sample with fewer events than `recent_tokens` has zeros in the places of the missing ones.
+    """
+
+    def __init__(self, config: GEMConfig) -> None:
+        super().__init__()
+        self.pma = AttentionPooling(config)
         self.norm_in = make_norm(config.norm)
-        self.seeds = nn.Parameter(torch.empty(config.pma_tokens, config.dim))
-        self.pma_kv = nn.Linear(config.dim, 2 * config.dim, bias=config.bias)
         self.gate = Gating(config.dim, config.gate, config.bias)
         self.norm_out = make_norm(config.norm)
 
     def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
-        tokens = self.norm_in(tokens)
         batch, dim = layout.cu_seq.numel() - 1, tokens.shape[-1]
         cls_tokens = tokens.index_select(0, layout.cls_rows).view(batch, -1, dim)
         recent = tokens.index_select(0, layout.recent_rows.flatten()).view(batch, -1, dim)
         recent = recent.masked_fill(~layout.recent_valid, 0.0)
-        summary = torch.cat([cls_tokens, self._pool(tokens, layout, batch), recent], dim=1)
-        out: Tensor = self.norm_out(self.gate(summary))
+        summary = torch.cat([cls_tokens, self.pma(tokens, layout), recent], dim=1)
+        out: Tensor = self.norm_out(self.gate(self.norm_in(summary)))
         return out
-
-    def _pool(self, tokens: Tensor, layout: Layout, batch: int) -> Tensor:
-        """PMA: [B, n_pma, d]."""
-        config = self.config
-        kv = self.pma_kv(tokens).unflatten(-1, (2 * config.heads, config.head_dim))
-        keys, values = kv.chunk(2, dim=1)
-        seeds = self.seeds.to(kv.dtype).unflatten(-1, (config.heads, config.head_dim))
-        pooled = jagged_attention(
-            seeds.expand(batch, *seeds.shape).flatten(0, 1),
-            keys,
-            values,
-            layout.uniform(config.pma_tokens),
-            layout.cu_seq,
-            config.pma_tokens,
-            layout.max_len,
-        )
-        return pooled.flatten(1).view(batch, config.pma_tokens, -1).float()
 
 
 class SequenceLayer(nn.Module):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
@@ -81,7 +82,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, cu_seq: Tensor, max_len: in
 
 
 def block_offsets(cu_seq: Tensor, block: int) -> Tensor:
-    """Offsets [B + 1] of samples -> offsets of their blocks of `block` rows; the last block of a sample may be short."""
+    """Offsets [B + 1] of samples -> offsets of their blocks of `block` rows; the last one may be short."""
     lengths = cu_seq.diff()
     blocks = (lengths + block - 1).div(block, rounding_mode="floor")
     first = torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
@@ -122,13 +123,12 @@ def _attend(
     heads, dim_v = v.shape[1:]
     compute = torch.promote_types(v.dtype, torch.float32)
     plan = _Plan.build(cu_seq_q.to(q.device), cu_seq_k.to(q.device), heads)
-    queries, keys, values = (
-        rows.pack(x).to(compute) for rows, x in ((plan.queries, q), (plan.keys, k), (plan.keys, v))
-    )
+    queries, keys = plan.queries.pack(q).to(compute) * factor, plan.keys.pack(k).to(compute)
+    values = keys if v is k else plan.keys.pack(v).to(compute)
     outputs = []
     with torch.autocast(q.device.type, enabled=False):
         for bucket, q_b, k_b, v_b in plan.split(queries, keys, values):
-            logits = torch.bmm(q_b * factor, k_b.mT).unflatten(0, (bucket.samples, heads))
+            logits = torch.bmm(q_b, k_b.mT).unflatten(0, (bucket.samples, heads))
             outputs.append(torch.bmm(weights(logits).flatten(0, 1), v_b).reshape(-1, dim_v))
     packed = torch.cat(outputs) if outputs else queries.new_empty(0, dim_v)
     return plan.queries.unpack(packed.to(v.dtype)).view(q.shape[0], heads, dim_v)
@@ -212,12 +212,12 @@ class _Permute(torch.autograd.Function):
     """Rows by a permutation. Its gradient is the inverse permutation: a gather, where indexing would scatter-add."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(order, inverse)
         return rows.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         order, inverse = ctx.saved_tensors  # type: ignore[attr-defined]
         return _permute(grad, inverse, order), None, None
 
