@@ -1,0 +1,614 @@
+"""Policies: which layer gets which recipe, why, and that converting changes nothing else."""
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import mxfp8
+from mxfp8 import LastLinears, MXFP8Linear, PrecisionPolicy, Rule, Shape, policies
+from mxfp8.policy import decide
+from mxfp8.recipe import HP, CastSpec, LinearRecipe
+from mxfp8.rules import ModuleType, name_matches
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.gate = nn.Linear(dim, dim)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU()) for _ in range(2))
+        self.down = nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        mixed = sum(expert(h) for expert in self.experts)
+        return x + torch.sigmoid(self.gate(h)) * self.down(mixed)
+
+
+class Ranker(nn.Module):
+    """Embedding, two blocks with a gate and experts, an `overhead` layer to catch substring matching, and a head."""
+
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.overhead = nn.Linear(dim, dim)
+        self.odd = nn.Linear(dim, 36)
+        self.head = nn.Sequential(nn.Linear(36, dim), nn.ReLU(), nn.Linear(dim, 2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(self.odd(self.overhead(x)))
+        return out
+
+
+LINEARS = [
+    *(f"blocks.{b}.{name}" for b in (0, 1) for name in ("gate", "experts.0.0", "experts.1.0", "down")),
+    *("overhead", "odd", "head.0", "head.2"),
+]
+
+
+def recipes(model: nn.Module) -> dict[str, str]:
+    """Precision of every linear layer, by what the modules are and not by what describe says."""
+    return {
+        name: m.recipe.name if isinstance(m, MXFP8Linear) else "bf16"
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear)
+    }
+
+
+def converted(model: nn.Module) -> set[str]:
+    return {name for name, recipe in recipes(model).items() if recipe != "bf16"}
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("head", "head", True),
+        ("head", "head.0.proj", True),
+        ("head", "overhead", False),
+        ("head", "heads", False),
+        ("head", "blocks.head", False),
+        ("head.*", "head", False),
+        ("head.*", "head.0", True),
+        ("head.*", "head.0.proj", True),
+        ("head.*", "overhead.0", False),
+        ("*.experts.*", "layers.0.interaction.experts.1.up", True),
+        ("*.experts.*", "experts.1", False),
+        ("*.experts.*", "layers.0.experts", False),
+        ("*.experts.*", "layers.0.coexperts.1", False),
+        ("**.experts", "experts.1", True),
+        ("**.experts", "a.b.experts", True),
+        ("*.gate*", "layers.0.gate_proj", True),
+        ("*.gate*", "layers.0.aggregate", False),
+        ("**.*_gate", "x_gate.linear", True),
+        ("layers.*.proj", "layers.0.attn.proj", True),
+        ("layers.?*.proj", "layers.0.attn.proj", False),
+        ("layers.?*.proj", "layers.10.proj", True),
+        ("layers.[01].proj", "layers.1.proj", True),
+        ("layers.[01].proj", "layers.2.proj", False),
+        ("Head", "head", False),
+        ("*", "a.b", True),
+        ("*", "", False),
+        ("**", "", True),
+    ],
+)
+def test_names_match_by_whole_components(pattern: str, name: str, expected: bool) -> None:
+    assert name_matches(pattern, name) is expected
+
+
+# --- deciding --------------------------------------------------------------------------------------------------------
+
+
+def test_first_rule_wins_over_every_kind_of_target() -> None:
+    recipe = LinearRecipe.from_operands(name="mine", wgrad=HP)
+    policy = PrecisionPolicy(
+        rules=[
+            ("blocks.1.experts.0", "mxfp8_floor"),
+            Rule("*.experts.*", recipe),
+            (lambda module, name: name.endswith("down"), "mxfp8_square"),
+            Rule(Shape(not_multiple_of=32), "bf16"),
+            Rule(LastLinears(1), "bf16"),
+            Rule(Block, "mxfp8_coalesced"),
+        ],
+        default="mxfp8_rceil",
+    )
+    model = mxfp8.convert(Ranker(), policy)
+    expected = dict.fromkeys(LINEARS, "mxfp8_rceil")
+    for b in (0, 1):
+        expected[f"blocks.{b}.gate"] = "mxfp8_coalesced"
+        expected[f"blocks.{b}.down"] = "mxfp8_square"
+        expected[f"blocks.{b}.experts.0.0"] = expected[f"blocks.{b}.experts.1.0"] = "mine"
+    expected["blocks.1.experts.0.0"] = "mxfp8_floor"
+    expected["odd"] = expected["head.0"] = expected["head.2"] = "bf16"
+    assert recipes(model) == expected
+    assert model.blocks[0].experts[0][0].recipe == recipe
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (Shape(min_k=65), {"blocks.0.down", "blocks.1.down"}),
+        (Shape(max_k=63), {"head.0"}),
+        (Shape(min_n=65), {f"blocks.{b}.experts.{e}.0" for b in (0, 1) for e in (0, 1)}),
+        (Shape(max_n=36), {"odd", "head.2"}),
+        (Shape(max_n=36, min_k=64), {"odd", "head.2"}),
+        (Shape(max_n=36, max_k=63), set()),
+        (Shape(smaller_than=37), {"odd", "head.0", "head.2"}),
+        (Shape(not_multiple_of=32), {"odd", "head.0", "head.2"}),
+    ],
+)
+def test_shape_covers(shape: Shape, expected: set[str]) -> None:
+    policy = PrecisionPolicy(rules=[Rule(shape, "mxfp8_rceil", required=False)], default="bf16")
+    got = {d.name for d in decide(Ranker(), policy) if d.recipe is not None}
+    assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (("haed.*", "bf16"), r"rule 1 \('haed\.\*' -> bf16\) covers nothing.*Closest: head"),
+        (("blocks.0.gates", "bf16"), r"Closest: blocks\.0\.gate"),
+        (("zzz", "bf16"), r"The model has: embedding; blocks; .*and \d+ more"),
+        ((nn.EmbeddingBag, "bf16"), r"EmbeddingBag' -> bf16\) covers nothing.*Closest: Embedding"),
+        ((Shape(min_k=4096), "mxfp8_rceil"), r"K=36 N=64"),
+        ((lambda m, n: False, "bf16"), r"lambda.*covers nothing"),
+        (("embedding", "mxfp8_rceil"), r"only modules that cannot be converted: embedding: only linear layers"),
+    ],
+)
+def test_rule_without_effect_is_an_error_and_changes_nothing(rule: object, message: str) -> None:
+    model = Ranker()
+    before = list(model.modules())
+    with pytest.raises(ValueError, match=message):
+        mxfp8.convert(model, PrecisionPolicy(rules=[("overhead", "bf16"), rule]))
+    assert [id(m) for m in model.modules()] == [id(m) for m in before]
+    assert not any("_mxfp8_decision" in m.__dict__ for m in before)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Rule("head", "mxfp9"), ValueError, "rule 'head': unknown recipe 'mxfp9'.*mxfp8_rceil.*bf16"),
+        (lambda: Rule("head..x", "bf16"), ValueError, "empty component"),
+        (lambda: Rule("", "bf16"), ValueError, "empty component"),
+        (lambda: Rule(3, "bf16"), TypeError, "rule target is a int"),
+        (lambda: Rule(int, "bf16"), TypeError, "not an nn.Module"),
+        (lambda: Rule("head", 8), TypeError, "recipe is a int"),
+        (lambda: Shape(), ValueError, "no condition"),
+        (lambda: Shape(min_k=-1), ValueError, "Shape.min_k is -1"),
+        (lambda: LastLinears(0), ValueError, "LastLinears.count is 0"),
+        (lambda: PrecisionPolicy(default="fp8"), ValueError, "default: unknown recipe 'fp8'"),
+        (lambda: PrecisionPolicy(rules=["head"]), TypeError, "rule 0 is 'head'"),
+        (lambda: PrecisionPolicy(rules=[("a", "bf16"), ("b", "x")]), ValueError, "rule 1: rule 'b': unknown recipe"),
+        (lambda: PrecisionPolicy(rules={"a": "bf16"}), TypeError, "use a list"),
+        (lambda: mxfp8.convert(Ranker(), 3), TypeError, "policy is a int"),
+        (lambda: mxfp8.convert([nn.Linear(32, 32)]), TypeError, "takes an nn.Module, not list"),
+        (lambda: policies.recsys(min_dim=16), ValueError, "min_dim is 16"),
+        (lambda: policies.recsys(last_layers=-1), ValueError, "last_layers is -1"),
+    ],
+)
+def test_bad_input_says_what_to_do(make, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+# --- recsys ----------------------------------------------------------------------------------------------------------
+
+
+def test_recsys_keeps_what_is_fragile_or_small_and_says_why() -> None:
+    model = mxfp8.convert(Ranker(), policies.recsys(min_dim=64))
+    assert converted(model) == {n for n in LINEARS if "experts" in n or "down" in n or n == "overhead"}
+    why = {row.name: row.reason for row in mxfp8.describe(model).rows}
+    assert "embedding is looked up" in why["embedding"]
+    assert "norms set the scale" in why["blocks.0.norm"]
+    assert "gate multiplies" in why["blocks.1.gate"]
+    assert "prediction head" in why["head.0"]
+    assert "not a multiple of 32" in why["odd"]
+    assert why["overhead"] == "default"
+
+
+def test_recsys_min_dim_and_last_layers() -> None:
+    body = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 2048), nn.Linear(2048, 1024))
+    assert converted(mxfp8.convert(copy.deepcopy(body), policies.recsys())) == {"1", "2"}
+    assert converted(mxfp8.convert(copy.deepcopy(body), policies.recsys(last_layers=0))) == {"1", "2", "3"}
+    assert converted(mxfp8.convert(copy.deepcopy(body), policies.recsys(last_layers=2, min_dim=32))) == {"0", "1"}
+    mine = policies.recsys("mxfp8_square", rules=[("0", "mxfp8_rceil")])
+    assert recipes(mxfp8.convert(body, mine)) == {
+        "0": "mxfp8_rceil",
+        "1": "mxfp8_square",
+        "2": "mxfp8_square",
+        "3": "bf16",
+    }
+
+
+@pytest.mark.parametrize("name", ["aggregate", "overhead", "navigate", "headroom", "prediction_free", "output_norm_in"])
+def test_recsys_does_not_match_parts_of_words(name: str) -> None:
+    outer = nn.Module()
+    outer.body = nn.ModuleDict({name: nn.Linear(64, 64)})
+    assert converted(mxfp8.convert(outer, policies.recsys(min_dim=32, last_layers=0))) == {f"body.{name}"}
+
+
+@pytest.mark.parametrize(
+    "name", ["gate", "gating", "x_gate", "gate0", "router", "head", "click_head", "heads", "classifier", "logits"]
+)
+def test_recsys_finds_gates_and_heads_at_any_depth(name: str) -> None:
+    inner = nn.ModuleDict({name: nn.Sequential(nn.Linear(64, 64)), "body": nn.Linear(64, 64)})
+    outer = nn.ModuleDict({"deep": nn.ModuleDict({"deeper": inner})})
+    assert converted(mxfp8.convert(outer, policies.recsys(min_dim=32, last_layers=0))) == {"deep.deeper.body"}
+
+
+def test_recsys_raises_where_nothing_is_left() -> None:
+    with pytest.raises(ValueError, match=r"no layer would be converted.*overhead: rule \d+ shape.*below 1024"):
+        mxfp8.convert(Ranker(), policies.recsys())
+
+
+# --- converting ------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_hooks_and_modes_are_the_same_objects() -> None:
+    model = Ranker()
+    model.blocks[0].eval()
+    model.overhead.weight.requires_grad_(False)
+    seen = []
+    model.overhead.register_forward_hook(lambda m, args, out: seen.append(out.shape))
+    parameters, state = dict(model.named_parameters()), list(model.state_dict())
+    assert mxfp8.convert(model) is model
+    assert converted(model) == set(LINEARS)
+    assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
+    assert list(model.state_dict()) == state
+    assert not model.blocks[0].down.training
+    assert model.blocks[1].down.training
+    assert not model.overhead.weight.requires_grad
+    model(torch.tensor([[1, 2, 3]]))
+    assert seen == [(1, 3, 64)]
+    assert {n: m.fqn for n, m in model.named_modules() if isinstance(m, MXFP8Linear)} == {n: n for n in LINEARS}
+
+
+def test_twice_is_a_no_op_and_another_policy_takes_over() -> None:
+    model = mxfp8.convert(Ranker(), "mxfp8_rceil")
+    ids, text = {n: id(m) for n, m in model.named_modules()}, str(mxfp8.describe(model))
+    mxfp8.convert(model, "mxfp8_rceil")
+    assert {n: id(m) for n, m in model.named_modules()} == ids
+    assert str(mxfp8.describe(model)) == text
+
+    x = torch.randn(5, 64)
+    fresh = MXFP8Linear.from_linear(nn.Linear(64, 64), "mxfp8_floor")
+    fresh.weight, fresh.bias = model.overhead.weight, model.overhead.bias
+    before = model.overhead(x)
+    mxfp8.convert(model, PrecisionPolicy(rules=[("head.*", "bf16")], default="mxfp8_floor"))
+    assert torch.equal(model.overhead(x), fresh(x))
+    assert not torch.equal(model.overhead(x), before)
+    assert type(model.head[0]) is nn.Linear
+    assert type(model.head[2]) is nn.Linear
+    y = torch.randn(4, 36)
+    assert torch.equal(model.head[0](y), nn.functional.linear(y, model.head[0].weight, model.head[0].bias))
+    assert {type(m) for m in mxfp8.convert(model, "bf16").modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+
+
+def test_state_dict_loads_strictly_both_ways() -> None:
+    plain, other = Ranker(), mxfp8.convert(Ranker(), PrecisionPolicy(rules=[("head", "bf16")]))
+    other.load_state_dict(plain.state_dict(), strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), plain.state_dict().values(), strict=True))
+    with torch.no_grad():
+        other.overhead.weight.add_(1.0)
+    plain.load_state_dict(other.state_dict(), strict=True)
+    assert torch.equal(plain.overhead.weight, other.overhead.weight)
+
+
+def test_root_linear_is_returned_new() -> None:
+    linear = nn.Linear(64, 32)
+    out = mxfp8.convert(linear)
+    assert isinstance(out, MXFP8Linear)
+    assert out.weight is linear.weight
+    assert type(linear) is nn.Linear
+    assert mxfp8.convert(out) is out
+    assert type(mxfp8.convert(out, "bf16")) is nn.Linear
+
+
+class TinyLM(nn.Module):
+    """The Hugging Face way of tying: keys listed, `tie_weights` called after loading, getters for both ends."""
+
+    _tied_weights_keys = ("lm_head.weight",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(96, 64)
+        self.layer = nn.Linear(64, 64)
+        self.lm_head = nn.Linear(64, 96, bias=False)
+        self.tie_weights()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def tie_weights(self) -> None:
+        self.get_output_embeddings().weight = self.get_input_embeddings().weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.lm_head(self.layer(self.embed_tokens(ids)))
+        return out
+
+
+def test_tied_weights_stay_tied_through_training_and_copies() -> None:
+    model = mxfp8.convert(TinyLM())
+    assert isinstance(model.lm_head, MXFP8Linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(0, 96, (4, 8))
+    nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    optimizer.step()
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), mxfp8.convert(model, "bf16")):
+        assert each.lm_head.weight is each.embed_tokens.weight
+    TinyLM().load_state_dict(model.state_dict(), strict=True)
+    model.tie_weights()
+    rows = {row.name: row for row in mxfp8.describe(model).rows}
+    assert (rows["lm_head"].parameters, rows["lm_head"].tied_to) == (0, "embed_tokens.weight")
+    assert sum(row.parameters for row in rows.values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_one_module_under_two_names_stays_one_module() -> None:
+    shared = nn.Linear(64, 64)
+    model = nn.ModuleDict({"left": shared, "right": nn.ModuleDict({"inner": shared})})
+    mxfp8.convert(model)
+    assert isinstance(model["left"], MXFP8Linear)
+    assert model["left"] is model["right"]["inner"]
+    assert [(r.name, r.aliases) for r in mxfp8.describe(model).rows] == [("left", ("right.inner",))]
+    # A rule on any of its names counts.
+    mxfp8.convert(model, PrecisionPolicy(rules=[("right.*", "mxfp8_floor")]))
+    assert model["left"].recipe.name == "mxfp8_floor"
+
+
+def test_meta_device_then_materialised_then_trained() -> None:
+    with torch.device("meta"):
+        model = Ranker()
+    mxfp8.convert(model, PrecisionPolicy(rules=[("head", "bf16")]))
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    source = Ranker()
+    model.load_state_dict(source.state_dict())
+    expected = mxfp8.convert(source, PrecisionPolicy(rules=[("head", "bf16")]))
+    ids = torch.tensor([[3, 1]])
+    assert torch.equal(model(ids), expected(ids))
+
+
+class Lora(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+def test_what_cannot_be_converted_is_left_with_its_reason() -> None:
+    model = nn.ModuleDict(
+        {
+            "mha": nn.MultiheadAttention(64, 2),
+            "lora": Lora(64, 64),
+            "wide": nn.Linear(64, 64, dtype=torch.float64),
+            "empty": nn.Linear(64, 0),
+            "patched": nn.Linear(64, 64),
+            "normed": torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)),
+            "odd": nn.Linear(33, 64),
+        }
+    )
+    model["patched"].forward = lambda x: x
+    kinds = {name: type(m) for name, m in model.named_modules()}
+    mxfp8.convert(model)
+    assert converted(model) == {"odd"}
+    assert {n: type(m) for n, m in model.named_modules() if n != "odd"} == {
+        n: kind for n, kind in kinds.items() if n != "odd"
+    }
+    why = {row.name: row.reason for row in mxfp8.describe(model).rows}
+    assert "NonDynamicallyQuantizableLinear is a subclass" in why["mha.out_proj"]
+    assert "Lora is a subclass" in why["lora"]
+    assert "ParametrizedLinear" in why["normed"]
+    assert "float64" in why["wide"]
+    assert "N=0" in why["empty"]
+    assert "forward was replaced" in why["patched"]
+    assert "K=33 not a multiple of 32" in why["odd"]
+
+
+def test_ragged_layers_run_forward_and_backward() -> None:
+    """Nothing that was converted fails later."""
+    model = mxfp8.convert(nn.Sequential(nn.Linear(33, 50), nn.Linear(50, 7)))
+    x = torch.randn(5, 33, requires_grad=True)
+    model(x).sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_filter_is_used_and_an_excluded_layer_is_left_as_it_is() -> None:
+    model = mxfp8.convert(Ranker(), filter_fn=lambda module, name: name.startswith("blocks.0"))
+    assert converted(model) == {n for n in LINEARS if n.startswith("blocks.0")}
+    mxfp8.convert(model, "mxfp8_floor", module_filter_fn=lambda module, name: name == "overhead")
+    assert recipes(model)["overhead"] == "mxfp8_floor"
+    assert recipes(model)["blocks.0.down"] == "mxfp8_rceil"
+    why = {row.name: row.reason for row in mxfp8.describe(model).rows}
+    assert (why["odd"], why["blocks.0.down"]) == ("left out by filter_fn", "default")
+    with pytest.raises(ValueError, match="two names of one argument"):
+        mxfp8.convert(model, filter_fn=bool, module_filter_fn=bool)
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "message"),
+    [
+        (nn.Sequential(nn.ReLU()), {}, "the model has no nn.Linear"),
+        (Ranker(), {"filter_fn": lambda m, n: False}, "overhead: left out by filter_fn"),
+        (nn.ModuleDict({"lora": Lora(64, 64)}), {}, "lora: Lora is a subclass"),
+        (nn.Sequential(nn.Linear(64, 64)), {"policy": PrecisionPolicy(rules=[("0", "bf16")])}, "0: rule 0 '0'"),
+    ],
+)
+def test_converting_nothing_is_an_error_with_the_reasons(model: nn.Module, kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"no layer would be converted.*{message}"):
+        mxfp8.convert(model, **kwargs)
+
+
+def test_fused_encoder_layer_warns() -> None:
+    """torch's fused inference path reads weights directly: eval would silently skip MXFP8."""
+    with pytest.warns(UserWarning, match="set_fastpath_enabled"):
+        mxfp8.convert(nn.TransformerEncoderLayer(64, 2, 64, batch_first=True))
+
+
+def test_grouped_linear_keeps_its_recipe_and_gets_its_name() -> None:
+    model = nn.ModuleDict(
+        {"experts": mxfp8.MXFP8GroupedLinear(2, 64, 32, recipe="mxfp8_floor"), "up": nn.Linear(64, 64)}
+    )
+    mxfp8.convert(model)
+    row = mxfp8.describe(model).rows[0]
+    assert (row.name, row.precision, row.flops, model["experts"].fqn) == ("experts", "mxfp8_floor", 4096, "experts")
+
+
+# --- describing ------------------------------------------------------------------------------------------------------
+
+
+def test_describe_counts_parameters_and_flops() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 32, bias=False))
+    mxfp8.convert(
+        model,
+        PrecisionPolicy(
+            rules=[
+                (
+                    "2",
+                    "bf16",
+                )
+            ]
+        ),
+    )
+    got = mxfp8.describe(model)
+    assert [(r.name, r.precision, r.parameters, r.flops) for r in got.rows] == [
+        ("0", "mxfp8_rceil", 64 * 128 + 128, 2 * 64 * 128),
+        ("1", "bf16", 256, 0),
+        ("2", "bf16", 128 * 32, 2 * 128 * 32),
+    ]
+    total = got.totals["mxfp8_rceil"]
+    assert (total.layers, total.parameters, total.flops_frac) == (1, 8320, 8192 / 12288)
+    assert got.totals["bf16"].parameters_frac == (256 + 4096) / (8320 + 256 + 4096)
+    json.dumps(got.to_dict())
+    text = str(got)
+    assert "rule 0 '2'" in text
+    assert "66.7 % of GEMM FLOPs" in text
+    assert "8,320" in text
+
+
+class PooledOnce(nn.Module):
+    """Its first layer sees every token, its second one row a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.pooled, self.unused = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.norm, self.drop = nn.BatchNorm1d(32), nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.pooled(self.drop(self.norm(self.token(input=x).mean(1))))
+        return out
+
+
+def test_describe_weighs_flops_by_real_rows_and_leaves_the_model_alone() -> None:
+    model = mxfp8.convert(PooledOnce(), PrecisionPolicy(rules=[("pooled", "bf16")]))
+    model.drop.eval()
+    state, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    got = mxfp8.describe(model, example_inputs=(torch.randn(3, 7, 32),))
+    torch.set_rng_state(rng)
+    assert {r.name: r.rows for r in got.rows if r.flops or r.name == "unused"} == {
+        "token": 21,
+        "pooled": 3,
+        "unused": 0,
+    }
+    assert got.totals["mxfp8_rceil"].flops_frac == 21 / 24
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), state.values(), strict=True))
+    assert model.training
+    assert model.norm.training
+    assert not model.drop.training
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    by_hand = mxfp8.describe(model, rows={"token": 21, "pooled": 3, "unused": 0})
+    assert by_hand.totals == got.totals
+    with pytest.raises(ValueError, match="rows names 'tokens'"):
+        mxfp8.describe(model, rows={"tokens": 1})
+
+
+def test_describe_is_a_dry_run_with_a_policy() -> None:
+    model = Ranker()
+    policy = policies.recsys(min_dim=64)
+    plan = mxfp8.describe(model, policy)
+    assert converted(model) == set()
+    assert {r.reason for r in mxfp8.describe(model).rows if r.type == "Linear"} == {"not converted"}
+    mxfp8.convert(model, policy)
+    done = mxfp8.describe(model)
+    assert [(r.name, r.precision, r.reason) for r in plan.rows] == [(r.name, r.precision, r.reason) for r in done.rows]
+    assert [(r.name, r.precision, r.reason) for r in mxfp8.describe(copy.deepcopy(model)).rows] == [
+        (r.name, r.precision, r.reason) for r in done.rows
+    ]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+CUSTOM = LinearRecipe.from_operands(name="mine", weight=CastSpec(block=(32, 32)), wgrad=HP, seed=7)
+FULL = PrecisionPolicy(
+    rules=[
+        Rule("head.*", "bf16", reason="because: it's the head"),
+        Rule(nn.Embedding, required=False),
+        Rule(Shape(smaller_than=64, min_n=8), CUSTOM),
+        Rule(LastLinears(2), "mxfp8_square"),
+    ],
+    default=CUSTOM,
+    name="mine",
+)
+
+
+@pytest.mark.parametrize("policy", [FULL, PrecisionPolicy(), policies.recsys(CUSTOM, min_dim=64)])
+def test_json_and_yaml_round_trip(policy: PrecisionPolicy) -> None:
+    assert PrecisionPolicy.from_json(policy.to_json()) == policy
+    assert PrecisionPolicy.from_yaml(policy.to_yaml()) == policy
+    assert hash(PrecisionPolicy.from_json(policy.to_json())) == hash(policy)
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert dataclasses.replace(policy, default="bf16").rules == policy.rules
+
+
+def test_hand_written_yaml() -> None:
+    text = """
+    default: mxfp8_rceil
+    rules:
+      - {target: head.*, recipe: bf16, reason: calibrated}
+      - {target: {type: Embedding}, recipe: bf16}
+      - {target: {shape: {smaller_than: 64}}, recipe: bf16}
+    """
+    expected = [Rule("head.*", reason="calibrated"), Rule(ModuleType("Embedding")), Rule(Shape(smaller_than=64))]
+    assert PrecisionPolicy.from_yaml(text) == PrecisionPolicy(rules=expected)
+    assert ModuleType("Embedding").covers(nn.Embedding)
+    assert not ModuleType("Embedding").covers(nn.EmbeddingBag)
+
+
+def test_function_cannot_be_saved() -> None:
+    def wide(module: nn.Module, name: str) -> bool:
+        return True
+
+    with pytest.raises(ValueError, match=r"rule 1 .*wide.*function as target and cannot be saved"):
+        PrecisionPolicy(rules=[("head", "bf16"), (wide, "bf16")]).to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rules: [{target: head}]", "rule 0: field 'recipe' is missing"),
+        ("rules: [{target: head, recipe: bf16, why: x}]", "rule 0: unknown field 'why'; known:"),
+        ("rules: [{target: head, recipe: bf17}]", "rule 0: unknown recipe 'bf17'"),
+        ("rules: [{target: {shape: {min: 3}}, recipe: bf16}]", "rule 0, shape: unknown field 'min'"),
+        ("rules: [{target: {kind: x}, recipe: bf16}]", "rule 0: target is"),
+        ("rules: [{target: head, recipe: {nam: x}}]", "rule 0, recipe: recipe: unknown field 'nam'"),
+        ("rules: [head]", "rule 0 is 'head'"),
+        ("defaults: bf16", "policy: unknown field 'defaults'"),
+        ("[1, 2]", "a policy is a mapping"),
+        ("rules: [", "not YAML"),
+    ],
+)
+def test_bad_file_names_the_place(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PrecisionPolicy.from_yaml(text)
