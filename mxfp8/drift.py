@@ -415,7 +415,8 @@ class DriftReport:
     def summary(self) -> str:
         """One sentence for the overall verdict: what decided it."""
         broken = [str(d) for d in self.departures if d.kind == "nonfinite"]
-        return "; ".join([*broken, *(r.explain() for r in self.results if r.verdict == self.verdict)])
+        decisive = [r.explain() for r in self.results if r.verdict == self.verdict]
+        return "; ".join([*broken, *decisive]) or "; ".join(str(d) for d in self.departures)
 
     def rows(self) -> tuple[list[str], list[list[report.Cell]]]:
         """(columns, one row per pairing): what both the terminal and the HTML table show."""

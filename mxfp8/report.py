@@ -295,7 +295,13 @@ def plot_layer_sqnr(
 def plot_health(
     rows: Sequence[tuple[str, float, float]], *, title: str = "Underflow and saturation per layer"
 ) -> "Figure":
-    """``(layer, underflow fraction, saturated fraction)`` per line, in percent on a symmetric-log axis that shows 0."""
+    """``(layer, underflow fraction, saturated fraction)`` per line, in percent on a symmetric-log axis that shows 0.
+
+    ValueError names the layer whose fraction is NaN or outside [0, 1]: a plot would leave it out.
+    """
+    odd = [row for row in rows if not (0 <= row[1] <= 1 and 0 <= row[2] <= 1)]
+    if odd:
+        raise ValueError(f"layer {odd[0][0]!r}: fractions must be in [0, 1], got {odd[0][1]} and {odd[0][2]}")
     with _styled():
         figure, axes = _new_axes(1.3 + 0.24 * len(rows))
         for index, (name, color, marker) in enumerate((("underflow", BLUE, "o"), ("saturated", ORANGE, "D"))):

@@ -316,7 +316,9 @@ def test_departures_in_the_verdict() -> None:
     assert "step 4: loss is not finite (candidate nan)" in DriftReport.from_losses([], departures=[candidate]).summary()
     assert DriftReport.from_losses([pairing("pass")], departures=[baseline]).verdict == "inconclusive"
     assert DriftReport.from_losses([pairing("pass")], departures=[apart]).verdict == "pass"
-    assert DriftReport.from_losses([], departures=[apart]).verdict == "inconclusive"
+    alone = DriftReport.from_losses([], departures=[apart])
+    assert alone.verdict == "inconclusive"
+    assert alone.summary() == "step 0: loss departs (baseline 1, candidate 2)"
 
 
 def test_worst_layers_puts_nan_first_and_exact_last() -> None:

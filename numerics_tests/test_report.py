@@ -276,6 +276,12 @@ def test_health_and_calibration_and_curves_show_their_numbers() -> None:
     assert ragged.lines[0].get_label() == "bf16"
 
 
+@pytest.mark.parametrize("bad", [math.nan, 1.5, -0.1])
+def test_health_never_leaves_a_layer_out(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"layer 'b': fractions must be in \[0, 1\]"):
+        report.plot_health([("a", 0.0, 0.5), ("b", 0.0, bad)])
+
+
 def test_long_layer_names_keep_both_ends() -> None:
     name = "first." + "x" * 80 + ".last"
     shown = report.plot_layer_sqnr([(name, 30.0)]).axes[0].get_yticklabels()[0].get_text()
