@@ -1,8 +1,8 @@
 """Streaming quality metrics per task: normalised entropy, AUC and calibration.
 
 Each metric takes `update(logits, labels)` with [B, n_tasks] tensors, adds in float64 on the CPU, and gives one value
-per task from `compute()`. Two metrics over disjoint samples can be merged, and `state_dict()` resumes one. A logit that is
-NaN or infinite, or a label outside {0, 1}, raises ValueError naming the first sample and the task; nothing is added.
+per task from `compute()`. Two metrics over disjoint samples can be merged, and `state_dict()` resumes one. A logit that
+is NaN or infinite, or a label outside {0, 1}, raises ValueError naming the first sample and the task; nothing is added.
 """
 
 from __future__ import annotations
