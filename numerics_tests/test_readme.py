@@ -1,5 +1,6 @@
 """The documents tell the truth: Python blocks run, commands and options exist, links and paths lead somewhere."""
 
+import csv
 import os
 import re
 import shlex
@@ -128,6 +129,17 @@ def test_file_tree_is_complete(repo_root: Path) -> None:
     modules = {p.as_posix() for p in actual if p.name != "__init__.py" and "tests" not in p.parts}
     unlisted = modules - listed
     assert not unlisted, "not in the README's file tree"
+
+
+def test_measured_ratios_are_saved_rows(repo_root: Path) -> None:
+    """Each ratio in the README is that of the saved row it names, to two digits after the point."""
+    line = re.compile(r"^\| `([\w/-]+\.csv)` \| ([^|]+) \| ([^|]+) \| ([\d.]+) \|$", re.M)
+    quoted = line.findall((repo_root / "README.md").read_text())
+    assert quoted
+    for file, case, baseline, ratio in quoted:
+        with (repo_root / "bench" / "results" / file).open(newline="") as f:
+            found = [row["ratio"] for row in csv.DictReader(f) if (row["case"], row["baseline"]) == (case, baseline)]
+        assert [f"{float(value):.2f}" for value in found] == [ratio], f"{file}: {case} beside {baseline}"
 
 
 def test_tree_parser() -> None:
