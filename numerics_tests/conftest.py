@@ -26,6 +26,12 @@ def _seeded() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device the test can run on."""
+    return torch.device(request.param)
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The checkout; skips where the suite runs from an installed package."""

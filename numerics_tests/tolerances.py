@@ -1,0 +1,64 @@
+"""Every bound that is not equality, with its derivation. Tests hold no tolerance of their own."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+U32 = 2.0**-24
+"""Unit roundoff of float32."""
+
+GEMM_C = 1.0
+"""The constant of the GEMM bound, see :func:`gemm_error`."""
+
+OUT_UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+"""Unit roundoff of the output dtypes: half the distance from 1 to the next number."""
+
+SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+"""Smallest subnormals: half of one is the rounding error where the relative bound stops to hold."""
+
+SIGMAS = 5.0
+"""Standard errors allowed to a mean of random roundings: a right generator misses with probability 6e-7, and the seeds
+are fixed, so a pass is a pass for ever."""
+
+REFERENCE_SQNR_DB = {"rceil": 31.53, "ceil": 31.52, "even": 31.17, "floor": 30.65}
+"""Measured on N(0,1), E4M3, blocks of 32, 2**20 values."""
+
+SQNR_SLACK_DB = 0.05
+"""Sampling: of 2**20 values' noise power, whose relative standard error is about 2 / sqrt(2**20) = 0.2 % = 0.01 dB."""
+
+
+def gemm_error(
+    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Largest ``|gemm - exact|`` for float64 operands ``a[M, K]``, ``b[N, K]`` as multiplied (quantised), per entry.
+
+    Products of two MX elements are exact in float32; one with a float32 operand costs one rounding. K terms and the
+    bias take K roundings in any order of summation, each at most u of a partial sum that is at most sum|a||b| + |bias|
+    to first order: (K + 1) u in all, times c for the second order and a split accumulator. Then one rounding to
+    ``out_dtype``. (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1.)
+    """
+    size, exact = a.abs() @ b.abs().mT, a @ b.mT
+    if bias is not None:
+        size, exact = size + bias.abs(), exact + bias
+    accumulated = GEMM_C * (a.shape[1] + 1) * U32 * size
+    return accumulated + OUT_UNIT[out_dtype] * (exact.abs() + accumulated) + SMALLEST[out_dtype]
+
+
+def sum_error(rows: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Largest error of a float32 column sum of ``rows[M, N]`` rounded to ``out_dtype``: a GEMM with a vector of ones."""
+    ones = torch.ones(1, rows.shape[0], dtype=torch.float64, device=rows.device)
+    return gemm_error(ones, rows.mT, out_dtype)[0]
+
+
+def stochastic_mean_error(distance: float, gap: float, n: int) -> float:
+    """Bound on the mean error of ``n`` independent roundings of one value that lies ``distance`` (0..1) into a gap:
+    the variance of one is gap^2 p (1 - p). The probability itself is off by at most 2^-32."""
+    return SIGMAS * gap * math.sqrt(distance * (1 - distance) / n) + gap * 2.0**-32
+
+
+def hadamard_error(size: int, amax: float) -> float:
+    """Error of one transformed entry: log2(n) additions, one multiplication and the rounded 1/sqrt(n), each u of at
+    most sqrt(n) amax (Cauchy: n entries of amax, divided by sqrt(n))."""
+    return (math.log2(size) + 2) * U32 * math.sqrt(size) * amax * 1.01
