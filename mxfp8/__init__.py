@@ -1,7 +1,8 @@
 """MXFP8: microscaling FP8 training for PyTorch, with the same bits on CPU, Hopper and Blackwell."""
 
-# Which layer gets which recipe
+# Which layer gets which recipe, and what it does to the values
 from mxfp8 import policies
+from mxfp8.audit import audit, watch
 from mxfp8.description import describe
 
 # Formats and casts
@@ -37,6 +38,7 @@ __all__ = [
     "Rule",
     "ScaleRule",
     "Shape",
+    "audit",
     "cat",
     "convert",
     "describe",
@@ -50,4 +52,5 @@ __all__ = [
     "policies",
     "quantize",
     "set_step",
+    "watch",
 ]

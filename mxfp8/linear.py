@@ -74,7 +74,7 @@ class _Plan:
         else:
             out = F.linear(a, b.to(a.dtype), None if bias is None else bias.to(a.dtype)).to(out_dtype)
         if observe.active():
-            observe.emit(observe.GemmEvent(layer=self.layer, gemm=gemm, a=a, b=b, out=out))
+            observe.emit(observe.GemmEvent(layer=self.layer, gemm=gemm, a=a, b=b, out=out, bias=bias))
         return out
 
 
@@ -345,7 +345,7 @@ def _grouped(
             out[start:stop] = F.linear(a[start:stop], b[g].to(a.dtype))
         out = out.to(out_dtype)
     if observe.active():
-        observe.emit(observe.GemmEvent(layer=plan.layer, gemm=gemm, a=a, b=b, out=out))
+        observe.emit(observe.GemmEvent(layer=plan.layer, gemm=gemm, a=a, b=b, out=out, offs=offs))
     return out
 
 

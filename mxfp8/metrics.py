@@ -47,8 +47,14 @@ def _is_zero(x: Tensor) -> Tensor:
     return _magnitude_code(x) == 0 if x.dtype in _FP8_DTYPES else x == 0
 
 
-def _energies(reference: Tensor, x: Tensor) -> tuple[float, float]:
-    """(sum of reference^2, sum of (x - reference)^2), both in float64."""
+def energies(reference: Tensor, x: Tensor) -> tuple[float, float]:
+    """``(sum ref^2, sum (x - ref)^2)``, both in float64. Add them over tensors, then take :func:`sqnr_from_energies`:
+    a mean of dB would weigh a quiet tensor as much as a loud one.
+
+    Raises:
+        TypeError: not floating-point tensors. ValueError: shapes differ.
+    """
+    _check_pair("reference", reference, "x", x)
     ref64 = reference.detach().to(torch.float64)
     noise = x.detach().to(device=ref64.device, dtype=torch.float64) - ref64
     signal_energy, noise_energy = torch.stack([ref64.square().sum(), noise.square().sum()]).tolist()
@@ -70,8 +76,11 @@ def sqnr_db(reference: Tensor, x: Tensor) -> float:
     Raises:
         TypeError: not floating-point tensors. ValueError: shapes differ.
     """
-    _check_pair("reference", reference, "x", x)
-    signal, noise = _energies(reference, x)
+    return sqnr_from_energies(*energies(reference, x))
+
+
+def sqnr_from_energies(signal: float, noise: float) -> float:
+    """:func:`sqnr_db` from the two sums of :func:`energies`, with the same special values."""
     if math.isnan(signal) or math.isnan(noise) or math.isinf(signal):
         return math.nan
     if noise == 0.0:

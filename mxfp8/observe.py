@@ -38,13 +38,18 @@ class CastEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmEvent:
-    """One GEMM ``out = a @ b.T`` ran; ``a`` and ``b`` are as multiplied, transformed and quantised."""
+    """One GEMM ``out = a @ b.T + bias`` ran; ``a`` and ``b`` are as multiplied, transformed and quantised.
+
+    A grouped one has ``offs`` (ends of the groups' rows of ``a``) and a ``b`` with one matrix for each group.
+    """
 
     layer: str
     gemm: str
     a: MXTensor | torch.Tensor
     b: MXTensor | torch.Tensor
     out: torch.Tensor
+    bias: torch.Tensor | None = None
+    offs: torch.Tensor | None = None
 
 
 Event = CastEvent | GemmEvent
