@@ -42,12 +42,10 @@ QUANTIZE_CASES: tuple[QuantizeCase, ...] = (
     _case("floor_511_9", (511.9,), 127, (0x7E,), "saturates, never NaN", rule="floor"),
     _case("ceil_power", (256.0,), 127, (0x78,), "an exact power is its own ceiling", rule="ceil"),
     _case("ceil_above_power", (256.00003,), 128, (0x70,), "ceil moves on one ulp above", rule="ceil"),
-    _case("even_below", (479.99997,), 127, (0x7E,), "rounds down to 1.75 * 2^8, floor: saturates", rule="even"),
-    _case("even_half_up", (480.0,), 128, (0x77,), "1.875 is half of the last step: up, carry", rule="even"),
+    _case("even_below", (495.99997,), 127, (0x7E,), "rounds down to 1.875 * 2^8: saturates", rule="even"),
+    _case("even_half_up", (496.0,), 128, (0x78,), "1.9375 is half a step: up, carry; 248 to 256", rule="even"),
     _case("even_e5m2_below", (61439.996,), 127, (0x7B,), "rounds down to 1.75 * 2^15", fmt="e5m2", rule="even"),
-    _case(
-        "even_e5m2_half", (61440.0,), 128, (0x78,), "half up, carry: 30720 is a tie, to even", fmt="e5m2", rule="even"
-    ),
+    _case("even_e5m2_half", (61440.0,), 128, (0x78,), "up, carry; 30720 to even", fmt="e5m2", rule="even"),
     _case("log2_trap_floor", (BELOW_2_100,), 218, (0x7E,), "log2 in float32 says 100: byte 219", rule="floor"),
     _case("log2_trap_ceil", (BELOW_2_100,), 219, (0x78,), "2^100 / 2^8", rule="ceil"),
     # Byte 0 and subnormals

@@ -47,7 +47,7 @@ def gemm_error(
 
 
 def sum_error(rows: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Largest error of a float32 column sum of ``rows[M, N]`` rounded to ``out_dtype``: a GEMM with a vector of ones."""
+    """Largest error of a float32 column sum of ``rows[M, N]`` rounded to ``out_dtype``: a GEMM with ones."""
     ones = torch.ones(1, rows.shape[0], dtype=torch.float64, device=rows.device)
     return gemm_error(ones, rows.mT, out_dtype)[0]
 
