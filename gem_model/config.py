@@ -2,12 +2,13 @@
 
 | name  | meant for               | dense parameters |
 |-------|-------------------------|------------------|
-| tiny  | two CPU cores, minutes  | about 1 M        |
-| small | one GPU, quick runs     | about 25 M       |
-| base  | one GPU                 | about 0.5 B      |
-| large | many GPUs               | about 5 B        |
+| tiny  | two CPU cores, minutes  | about 1.7 M      |
+| small | one GPU, quick runs     | about 50 M       |
+| base  | one GPU                 | about 0.55 B     |
+| large | many GPUs               | about 9 B        |
 
-A configuration is independent of the data; `tables_for_schema` binds it to the features of one `Schema`.
+The counts are for one event stream; each further one has its own sequence layers. A configuration is independent of the
+data; `tables_for_schema` binds it to the features of one `Schema`.
 """
 
 from __future__ import annotations
@@ -277,7 +278,7 @@ CONFIGS: dict[str, GEMConfig] = {
             summary_tokens=16,
             pma_tokens=8,
             recent_tokens=8,
-            pffn_tokens=64,
+            pffn_tokens=32,
             fm_rank=64,
             fm_hidden=(2048, 2048),
             fm_tokens=32,
@@ -296,10 +297,10 @@ CONFIGS: dict[str, GEMConfig] = {
             summary_tokens=16,
             pma_tokens=16,
             recent_tokens=16,
-            pffn_tokens=64,
+            pffn_tokens=32,
             experts=("wukong",) * 4,
             fm_rank=96,
-            fm_hidden=(8192, 8192),
+            fm_hidden=(4096, 4096),
             fm_tokens=64,
             linear_tokens=64,
             head_hidden=(2048, 1024, 512),

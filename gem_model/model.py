@@ -46,9 +46,9 @@ class GEMLayer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
         """X, packed sequences -> X', packed sequences', the S_sum of each stream."""
         updated, summaries = {}, []
+        x_sum = self.x_summary(x) if sequences else None
         for stream, layer in self.sequence.items():
-            # CLS tokens are prepared before the first layer, so X_sum is at hand exactly where there are streams.
-            updated[stream], summary = layer(sequences[stream], self.x_summary(x), layouts[stream])
+            updated[stream], summary = layer(sequences[stream], x_sum, layouts[stream])
             summaries.append(summary)
         return self.interaction(torch.cat([x, *summaries], dim=1)), updated, summaries
 

@@ -242,7 +242,7 @@ def test_bad_input_is_named(change, error, message):
 def test_offsets_must_be_integers_and_activation_and_block_known():
     x = torch.zeros(2, 1, 4)
     cu = torch.tensor([0, 2])
-    with pytest.raises(TypeError, match="cu_seq_q must be an int32 or int64 tensor, got torch.float32"):
+    with pytest.raises(TypeError, match="cu_seq_q must be an int32 or int64"):
         jagged_attention(x, x, x, cu.float(), cu, 2, 2)
     with pytest.raises(ValueError, match=r"unknown activation 'tanh'; choose one of"):
         generalized_attention(x, x, x, cu, cu, 2, 2, activation="tanh")

@@ -188,6 +188,7 @@ class SequenceSummary(nn.Module):
 
     def __init__(self, config: GEMConfig) -> None:
         super().__init__()
+        self.config = config
         self.pma = AttentionPooling(config)
         self.norm_in = make_norm(config.norm)
         self.gate = Gating(config.dim, config.gate, config.bias)
@@ -195,8 +196,8 @@ class SequenceSummary(nn.Module):
 
     def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
         batch, dim = layout.cu_seq.numel() - 1, tokens.shape[-1]
-        cls_tokens = tokens.index_select(0, layout.cls_rows).view(batch, -1, dim)
-        recent = tokens.index_select(0, layout.recent_rows.flatten()).view(batch, -1, dim)
+        cls_tokens = tokens.index_select(0, layout.cls_rows).view(batch, self.config.summary_tokens, dim)
+        recent = tokens.index_select(0, layout.recent_rows.flatten()).view(batch, self.config.recent_tokens, dim)
         recent = recent.masked_fill(~layout.recent_valid, 0.0)
         summary = torch.cat([cls_tokens, self.pma(tokens, layout), recent], dim=1)
         out: Tensor = self.norm_out(self.gate(self.norm_in(summary)))
