@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))))
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 _LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)")
-TREE_FOLDERS = ("mxfp8", "kernels", "gem_model", "bench")
+TREE_FOLDERS = ("mxfp8", "kernels", "gem_model", "bench", "examples")
 
 # Commands short enough to be run as they stand; of all others the options are looked up in their --help.
 RUN_AS_IS = ("python -m mxfp8.dispatch", "python -m bench.check")
@@ -129,6 +129,14 @@ def test_file_tree_is_complete(repo_root: Path) -> None:
     modules = {p.as_posix() for p in actual if p.name != "__init__.py" and "tests" not in p.parts}
     unlisted = modules - listed
     assert not unlisted, "not in the README's file tree"
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_example_runs_and_is_short(example: Path, tmp_path: Path) -> None:
+    assert len(example.read_text().splitlines()) < 60
+    done = run([sys.executable, str(example)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 def test_measured_ratios_are_saved_rows(repo_root: Path) -> None:
