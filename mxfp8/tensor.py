@@ -409,5 +409,13 @@ def _unflatten(children: Iterable[Any], context: Any) -> MXTensor:
     return out
 
 
-pytree.register_pytree_node(MXTensor, _flatten, _unflatten, serialized_type_name="mxfp8.MXTensor")
+pytree.register_pytree_node(
+    MXTensor,
+    _flatten,
+    _unflatten,
+    serialized_type_name="mxfp8.MXTensor",
+    # Through JSON a tuple comes back as a list, and the tree would no longer equal itself.
+    to_dumpable_context=lambda context: context,
+    from_dumpable_context=lambda context: (context[0], context[1], tuple(context[2])),
+)
 torch.serialization.add_safe_globals([MXTensor, _rebuild])

@@ -1,4 +1,4 @@
-"""Stochastic rounding: the generator, the bits it gives, that they are unbiased, and that they do not depend on tiling."""
+"""Stochastic rounding: the generator, the bits it gives, that they are unbiased and independent of tiling."""
 
 import itertools
 
@@ -74,13 +74,8 @@ def test_bits_are_those_of_the_definition(fmt: str, device: torch.device) -> Non
 def test_mean_of_many_roundings_is_the_value(fmt: str, device: torch.device) -> None:
     """Bound from the variance of one rounding, gap^2 p (1 - p); nearest rounding fails it by orders of magnitude."""
     element, n = oracles.ELEMENTS[fmt], 2**16
-    for below, distance in (
-        (1.0, 0.25),
-        (1.0, 0.01),
-        (element.finite[0], 0.3),
-        (element.finite[2], 0.9),
-        (element.finite[-3], 0.5),
-    ):
+    low = [(element.finite[0], 0.3), (element.finite[2], 0.9)]  # subnormals
+    for below, distance in [*low, (1.0, 0.25), (1.0, 0.01), (element.finite[-3], 0.5)]:
         index = int(np.searchsorted(element.finite, below))
         gap = float(element.finite[index + 1] - element.finite[index])
         value = float(below + distance * gap)
@@ -90,7 +85,7 @@ def test_mean_of_many_roundings_is_the_value(fmt: str, device: torch.device) -> 
         exact = float(np.float32(value))
         bound = tolerances.stochastic_mean_error((exact - float(below)) / gap, gap, n)
         assert abs(mean - exact) <= bound
-        assert abs(mxfp8.quantize(x[:1], fmt=fmt).dequantize()[0, 1].item() - exact) > bound or distance == 0.01
+        assert abs(mxfp8.quantize(x[:1], fmt=fmt).dequantize()[0, 1].item() - exact) > bound
 
 
 def test_signs_round_alike(device: torch.device) -> None:

@@ -12,7 +12,7 @@ U32 = 2.0**-24
 GEMM_C = 1.0
 """The constant of the GEMM bound, see :func:`gemm_error`."""
 
-OUT_UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+OUT_UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Unit roundoff of the output dtypes: half the distance from 1 to the next number."""
 
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
