@@ -1,0 +1,154 @@
+"""The ``mxfp8`` command: what runs here, what a policy would do to a model, and an audit of it.
+
+A model is named by a *factory*, ``module:function``: a function without arguments, importable from the current folder,
+that returns ``(model, batches, loss_fn)`` as :func:`mxfp8.audit` takes them. Wrong input gives one line on stderr and
+exit code 2; ``--debug`` shows where it arose instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import itertools
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from mxfp8 import __version__, dispatch, policies, report
+from mxfp8.audit import audit
+from mxfp8.description import describe
+from mxfp8.policy import AnyPolicy
+from mxfp8.recipe import RECIPES
+from mxfp8.rules import BF16, PrecisionPolicy
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="MXFP8 training for PyTorch: inspect and audit.")
+
+Factory = Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="returns (model, batches, loss_fn)")]
+Policy = Annotated[str | None, typer.Option(help="'recsys', a recipe's name, 'bf16', or a .json or .yaml file")]
+Debug = Annotated[bool, typer.Option("--debug", help="show a traceback instead of one line")]
+
+
+@contextlib.contextmanager
+def _one_line_errors(debug: bool) -> Iterator[None]:
+    """Turn the errors that tell a user what to change into one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        if debug:
+            raise
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _load_factory(name: str) -> tuple[Any, ...]:
+    """Call ``module:function``. ValueError if it does not name a function that returns three things."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"{name!r} does not name a factory: write module:function")
+    sys.path.insert(0, str(Path.cwd()))
+    module = importlib.import_module(module_name)
+    factory = getattr(module, function_name, None)
+    if not callable(factory):
+        raise ValueError(f"module {module_name!r} ({module.__file__}) has no function {function_name!r}")
+    made = factory()
+    if not isinstance(made, tuple) or len(made) != 3:
+        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise ValueError(f"{name} returned {got}: a factory returns (model, batches, loss_fn)")
+    return made
+
+
+def _load_policy(name: str | None) -> AnyPolicy:
+    """A built-in policy, a recipe, or a policy file. ValueError lists what there is."""
+    if name is None or name == BF16 or name in RECIPES:
+        return name
+    if name == "recsys":
+        return policies.recsys()
+    path = Path(name)
+    readers = {
+        ".json": PrecisionPolicy.from_json,
+        ".yaml": PrecisionPolicy.from_yaml,
+        ".yml": PrecisionPolicy.from_yaml,
+    }
+    if path.suffix not in readers:
+        raise ValueError(f"unknown policy {name!r}: use recsys, {BF16}, {', '.join(RECIPES)}, or a .json or .yaml file")
+    try:
+        return readers[path.suffix](path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+@app.command()
+def info() -> None:
+    """Versions, the device, and which backend can run which op here, with the reason where it cannot."""
+    console = Console()
+    versions = {"mxfp8": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if importlib.util.find_spec("triton") is not None:
+        versions["triton"] = importlib.import_module("triton").__version__
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        versions["gpu"] = f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
+    for name, value in versions.items():
+        console.print(f"{name:8}{value}", highlight=False)
+    rows = dispatch.explain()
+    cells = [[row.op, row.backend, "yes" if row.available else "no", row.reason] for row in rows]
+    console.print(report.table(f"Backends on {rows[0].device}", ["op", "backend", "runs", "why not"], cells))
+
+
+@app.command("describe")
+def describe_command(factory: Factory, policy: Policy = "recsys", debug: Debug = False) -> None:
+    """What a policy would do to each layer of a model, and why. Nothing is run."""
+    with _one_line_errors(debug):
+        model, _, _ = _load_factory(factory)
+        Console().print(describe(model, _load_policy(policy)))
+
+
+@app.command("audit")
+def audit_command(
+    factory: Factory,
+    policy: Policy = None,
+    batches: Annotated[int, typer.Option(min=1, help="batches to run at most")] = 4,
+    worst: Annotated[int | None, typer.Option(min=1, help="print only the rows of lowest SQNR")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the report as JSON")] = None,
+    html_path: Annotated[Path | None, typer.Option("--html", help="write the report as one HTML file")] = None,
+    debug: Debug = False,
+) -> None:
+    """Run a few batches forward and backward and show what MXFP8 does to every GEMM. The last line is JSON."""
+    with _one_line_errors(debug):
+        model, data, loss_fn = _load_factory(factory)
+        result = audit(model, itertools.islice(data, batches), loss_fn, _load_policy(policy))
+        rows = result.worst(worst) if worst is not None else result.rows
+        Console().print(replace(result, rows=tuple(rows)))
+        if json_path is not None:
+            result.write_json(json_path)
+        if html_path is not None:
+            result.write_html(html_path)
+    lowest = result.worst(1)[0]
+    last = {"gemms": len(result.rows), "worst": f"{lowest.layer}.{lowest.gemm}", "worst_sqnr_db": lowest.sqnr_db}
+    typer.echo(json.dumps(report.to_jsonable(last)))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def validate(context: typer.Context) -> None:
+    """Run the numerics suite on this machine; further arguments go to pytest (``-k gemm``). GPU tests need a GPU."""
+    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+    if missing:
+        typer.echo(f"error: {missing[0]} is not installed: pip install 'mxfp8[test]'", err=True)
+        raise typer.Exit(2)
+    command = [sys.executable, "-m", "pytest", "--pyargs", "numerics_tests", *context.args]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+if __name__ == "__main__":
+    app()
