@@ -93,6 +93,8 @@ class GEMConfig:
     pffn_activation: str = "gelu"
     tau: float | None = None
     """Logit divisor of the PFFN; None means `max_history`, as in Kunlun."""
+    comp_skip: bool = False
+    """Kunlun's CompSkip: even layers run the PFFN and odd layers the self-attention, instead of both in each layer."""
     attention: str = "window"
     window: tuple[int, int] = (64, 64)
     block: int = 64
@@ -248,7 +250,17 @@ def _require_choice(what: str, value: str, allowed: tuple[str, ...]) -> None:
 CONFIGS: dict[str, GEMConfig] = {
     config.name: config
     for config in (
-        GEMConfig(name="tiny", dim=64, layers=2, heads=2, dense_hidden=64),
+        GEMConfig(
+            name="tiny",
+            dim=64,
+            layers=2,
+            heads=2,
+            dense_hidden=64,
+            comp_skip=True,
+            fm_rank=32,
+            fm_hidden=(128,),
+            gate="tanh",
+        ),
         GEMConfig(
             name="small",
             dim=128,

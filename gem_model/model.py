@@ -28,17 +28,16 @@ from gem_model.layers.basic import TokenSummary
 from gem_model.layers.embedding import EMBEDDING_STD, DenseTokens, EmbeddingTables, EventTokens
 from gem_model.layers.experts import InteractionExperts
 from gem_model.layers.heads import MultiTaskHead, multi_task_loss
-from gem_model.layers.sequence import AttentionPooling, Layout, SequenceLayer
+from gem_model.layers.sequence import AttentionPooling, Layout, SequenceLayer, has_pffn
 
 
 class GEMLayer(nn.Module):
     """One layer: X-summary, one sequence layer per event stream, interaction experts."""
 
-    def __init__(self, tokens: int, streams: tuple[str, ...], config: GEMConfig) -> None:
+    def __init__(self, index: int, tokens: int, streams: tuple[str, ...], config: GEMConfig) -> None:
         super().__init__()
-        if streams:
-            self.x_summary = _token_summary(tokens, config)
-        self.sequence = nn.ModuleDict({stream: SequenceLayer(config) for stream in streams})
+        self.x_summary = _token_summary(tokens, config) if streams and has_pffn(index, config) else None
+        self.sequence = nn.ModuleDict({stream: SequenceLayer(index, config) for stream in streams})
         self.interaction = InteractionExperts(tokens + len(streams) * config.sequence_summary_tokens, config)
 
     def forward(
@@ -46,7 +45,7 @@ class GEMLayer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
         """X, packed sequences -> X', packed sequences', the S_sum of each stream."""
         updated, summaries = {}, []
-        x_sum = self.x_summary(x) if sequences else None
+        x_sum = self.x_summary(x) if self.x_summary is not None else None
         for stream, layer in self.sequence.items():
             updated[stream], summary = layer(sequences[stream], x_sum, layouts[stream])
             summaries.append(summary)
@@ -81,7 +80,7 @@ class GEM(nn.Module):
         if streams:
             self.cls = _token_summary(tokens, config)
         widths = [tokens] + [config.interaction_tokens] * config.layers
-        self.layers = nn.ModuleList(GEMLayer(width, streams, config) for width in widths[:-1])
+        self.layers = nn.ModuleList(GEMLayer(i, width, streams, config) for i, width in enumerate(widths[:-1]))
         self.x_summary = _token_summary(widths[-1], config)
         summary = config.summary_tokens + len(streams) * config.sequence_summary_tokens
         self.head = MultiTaskHead(summary * config.dim, schema.tasks, config)

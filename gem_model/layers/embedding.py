@@ -12,8 +12,6 @@ from gem_model.config import EmbeddingBagConfig, GEMConfig
 from gem_model.data.batching import Batch, EventStream, KeyedJaggedTensor, Schema
 from gem_model.layers.basic import make_norm, mlp
 
-TIME_FEATURES = 32
-"""Sine and cosine features of log-time; one MX block."""
 EMBEDDING_STD = 0.05
 
 
@@ -93,14 +91,12 @@ class DenseTokens(nn.Module):
 class EventTokens(nn.Module):
     """Events to tokens, packed [T, d], through InterFormer's MaskNet: S = LCE(E * mask(E)).
 
-    E = Norm(item row + action row + linear(time features)); the time features are sines and cosines of
-    log(1 + seconds), from one period over the whole range to one per unit of log-time.
+    E = Norm(item row + action row + time features), the last scaled to the initial size of a table row.
     """
 
     def __init__(self, stream: str, config: GEMConfig) -> None:
         super().__init__()
         self.stream = stream
-        self.time = nn.Linear(TIME_FEATURES, config.dim, bias=config.bias)
         self.norm = make_norm(config.norm)
         self.mask = nn.Linear(config.dim, config.dim, bias=config.bias)
         self.compress = nn.Linear(config.dim, config.dim, bias=config.bias)
@@ -108,15 +104,16 @@ class EventTokens(nn.Module):
     def forward(self, tables: EmbeddingTables, events: EventStream) -> Tensor:
         rows = tables.rows(f"{self.stream}.items", events.item_ids)
         rows = rows + tables.rows(f"{self.stream}.actions", events.action_ids)
-        tokens = self.norm(rows + EMBEDDING_STD * self.time(time_features(events.seconds_ago)))
+        tokens = self.norm(rows + EMBEDDING_STD * time_features(events.seconds_ago, rows.shape[-1]))
         compressed: Tensor = self.compress(tokens * self.mask(tokens))
         return compressed
 
 
-def time_features(seconds: Tensor) -> Tensor:
-    """Sine and cosine features of log(1 + seconds): float32 [T] -> [T, 32], |values| <= 1."""
-    log_time = torch.log1p(seconds)
-    # log(1 + 30 years) is about 21: wave numbers from 2 pi / 21 up to 2 pi.
-    waves = torch.logspace(0, 1.322, TIME_FEATURES // 2, device=seconds.device) * (2 * torch.pi / 21)
-    angle = log_time[:, None] * waves
-    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+def time_features(seconds: Tensor, width: int) -> Tensor:
+    """Sines and cosines of log(1 + seconds): float32 [T] -> [T, width], mean square 1.
+
+    Periods run, geometrically, from all of log(1 + 30 years) = 21 down to one unit of log-time, a factor e in time.
+    """
+    waves = 2 * torch.pi * 21 ** torch.linspace(-1, 0, width // 2, device=seconds.device)
+    angle = torch.log1p(seconds)[:, None] * waves
+    return 2**0.5 * torch.cat([angle.sin(), angle.cos()], dim=-1)

@@ -205,14 +205,26 @@ class SequenceSummary(nn.Module):
 
 
 class SequenceLayer(nn.Module):
-    """S' = SelfAttention(PFFN(X_sum, S)), and its summary: returns packed [T', d] and S_sum [B, n, d]."""
+    """S' = SelfAttention(PFFN(X_sum, S)), and its summary: returns packed [T', d] and S_sum [B, n, d].
 
-    def __init__(self, config: GEMConfig) -> None:
+    With `comp_skip` an even layer has the PFFN only, and an odd one, which needs no X_sum, the self-attention only.
+    """
+
+    def __init__(self, index: int, config: GEMConfig) -> None:
         super().__init__()
-        self.pffn = PFFN(config)
-        self.attention = SelfAttention(config)
+        self.pffn = PFFN(config) if has_pffn(index, config) else None
+        self.attention = SelfAttention(config) if not config.comp_skip or index % 2 else None
         self.summary = SequenceSummary(config)
 
-    def forward(self, tokens: Tensor, x_sum: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        tokens = self.attention(self.pffn(tokens, x_sum, layout), layout)
+    def forward(self, tokens: Tensor, x_sum: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
+        if self.pffn is not None:
+            assert x_sum is not None
+            tokens = self.pffn(tokens, x_sum, layout)
+        if self.attention is not None:
+            tokens = self.attention(tokens, layout)
         return tokens, self.summary(tokens, layout)
+
+
+def has_pffn(index: int, config: GEMConfig) -> bool:
+    """Whether layer `index` runs the PFFN, and so needs X_sum."""
+    return not config.comp_skip or index % 2 == 0

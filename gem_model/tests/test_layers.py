@@ -181,17 +181,17 @@ def test_event_tokens_are_masknet_of_the_three_parts():
     embedding, events = tables(), make_batch().streams["views"]
     part = EventTokens("views", CONFIG)
     embedded = embedding.embedding_bags["t"].weight[events.item_ids] + embedding.bag("user").weight[events.action_ids]
-    e = rms(embedded + 0.05 * time_features(events.seconds_ago) @ part.time.weight.T)
+    e = rms(embedded + 0.05 * time_features(events.seconds_ago, 32))
     expected = (e * (e @ part.mask.weight.T)) @ part.compress.weight.T
     torch.testing.assert_close(part(embedding, events), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_time_features_are_bounded_and_tell_seconds_from_years():
-    features = time_features(torch.tensor([0.0, 1.0, 60.0, 86400.0, 3e7, 9e8]))
+    features = time_features(torch.tensor([0.0, 1.0, 60.0, 86400.0, 3e7, 9e8]), 32)
     assert features.shape == (6, 32)
-    assert features.abs().max() <= 1
+    torch.testing.assert_close(features.square().mean(1), torch.ones(6), **CLOSE)
     distance = torch.cdist(features, features) + 10 * torch.eye(6)
-    assert distance.min() > 0.5  # at least a tenth of the largest possible distance, sqrt(2 x 16)
+    assert distance.min() > 1.1  # a tenth of the largest possible distance, 2 sqrt(32)
 
 
 def layout(lengths=(4, 0, 1, 7), seconds: Tensor | None = None) -> Layout:

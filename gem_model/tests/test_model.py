@@ -25,6 +25,7 @@ VARIANTS = {
     "layer-norm": {"norm": "layer", "activation": "silu", "gate": "tanh"},
     "experts": {"experts": ("wukong", "dcn"), "gate": "sigmoid", "dense_tokens": 2},
     "biases": {"bias": True, "head_hidden": ()},
+    "comp-skip": {"comp_skip": True, "layers": 3},
     "one-layer": {"layers": 1, "recent_tokens": 1, "window": (-1, 0)},
 }
 
