@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-import mxfp8
 from gem_model.data import Loader
 from gem_model.train import CurvePoint, Trainer
 
@@ -109,12 +108,12 @@ def _collect(trainer: Trainer) -> dict[str, Any]:
         "optimizers": {name: optimizer.state_dict() for name, optimizer in trainer.optimizers.items()},
         "loader": trainer.loader.state_dict(),
         "rng": {"cpu": torch.get_rng_state(), "cuda": _cuda_rng()},
-        "mxfp8_step": mxfp8.get_step(),
+        "mxfp8_step": trainer.mxfp8_step,
         "run": {
             "step": trainer.step,
             "losses": list(trainer.losses),
             "curve": [(point.step, list(point.ne)) for point in trainer.curve],
-            "window": trainer.window.sums,
+            "window": trainer.window.state_dict(),
             "seconds": trainer.seconds,
             "samples": trainer.samples,
         },
@@ -130,12 +129,12 @@ def _apply(state: Mapping[str, Any], trainer: Trainer) -> None:
     if len(state["rng"]["cuda"]) == len(_cuda_rng()):
         for device, rng in enumerate(state["rng"]["cuda"]):
             torch.cuda.set_rng_state(rng, device)
-    mxfp8.set_step(state["mxfp8_step"])
+    trainer.mxfp8_step = state["mxfp8_step"]
     run = state["run"]
     trainer.step, trainer.seconds, trainer.samples = run["step"], run["seconds"], run["samples"]
     trainer.losses = list(run["losses"])
     trainer.curve = [CurvePoint(step=step, ne=tuple(ne)) for step, ne in run["curve"]]
-    trainer.window.sums = run["window"].clone()
+    trainer.window.load_state_dict(run["window"])
 
 
 def _cuda_rng() -> list[Tensor]:

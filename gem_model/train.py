@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import mxfp8
 from gem_model.data import Batch, Loader, SampleSource
+from gem_model.metrics import NormalizedEntropy
 from gem_model.model import GEM
 from gem_model.optim import gradient_norm, lr_factor, make_optimizers, scale_gradients, set_lr
 
@@ -86,30 +87,10 @@ class NonFiniteError(ArithmeticError):
         self.step, self.layer = step, layer
 
 
-class NEWindow:
-    """Normalised entropy of the last few steps: sums per task, float64 [3, n_tasks] (log loss, positives, samples)."""
-
-    def __init__(self, tasks: int) -> None:
-        self.sums = torch.zeros(3, tasks, dtype=torch.float64)
-
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: both [B, n_tasks]."""
-        losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-        count = torch.full_like(losses[0], len(losses))
-        self.sums += torch.stack([losses.sum(0), labels.sum(0), count]).double().cpu()
-
-    def compute(self) -> tuple[float, ...]:
-        """Mean log loss over the entropy of the base rate, per task."""
-        loss, positives, count = self.sums
-        p = positives / count
-        entropy = -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p))
-        return tuple((loss / count / torch.where(entropy > 0, entropy, torch.nan)).tolist())
-
-
 class Trainer:
-    """One training run over `source`. `state_dict` / `load_state_dict` hold everything a bit-exact resume needs.
+    """One training run over `source`. `gem_model.checkpoint` saves and resumes it bit for bit.
 
-    The step counter of `mxfp8` (part of every stochastic-rounding key) starts at 0 with the run.
+    Every run has its own value of `mxfp8`'s global step counter (part of every stochastic-rounding key), from 0 on.
     """
 
     def __init__(self, model: GEM, source: SampleSource, config: TrainConfig, device: str = "cpu") -> None:
@@ -124,28 +105,47 @@ class Trainer:
         self.step = 0
         self.losses: list[float] = []
         self.curve: list[CurvePoint] = []
-        self.window = NEWindow(len(model.schema.tasks))
+        self.window = NormalizedEntropy(model.schema.tasks)
         self.seconds = 0.0
         self.samples = 0
-        mxfp8.set_step(0)
+        self.mxfp8_step = 0
 
-    def run(self, until: int | None = None, on_step: Callable[[Progress], object] | None = None) -> None:
-        """Train up to step `until` (default: the end). Raises NonFiniteError before the step that would spread it."""
+    def run(
+        self,
+        until: int | None = None,
+        on_step: Callable[[Progress], object] | None = None,
+        on_batch: Callable[[Batch], object] | None = None,
+    ) -> None:
+        """Train up to step `until` (default: the end). Raises NonFiniteError before the step that would spread it.
+
+        `on_batch` sees every batch (on the CPU) before it is used, `on_step` the progress after each step.
+        """
         end = self.total if until is None else min(until, self.total)
         self.model.train()
         batches = self._batches()
+        mxfp8.set_step(self.mxfp8_step)
         while self.step < end:
+            batch = next(batches)
+            if on_batch is not None:
+                on_batch(batch)
             start = time.perf_counter()
-            self._step(next(batches).to(self.device))
+            self._step(batch.to(self.device))
             self.seconds += time.perf_counter() - start
+            self.mxfp8_step = mxfp8.get_step()
             if on_step is not None:
                 on_step(self.progress())
 
     def progress(self) -> Progress:
         """Where the run is."""
-        ne = self.curve[-1].ne if self.curve else self.window.compute() if self.step else (float("nan"),)
+        ne = self.curve[-1].ne if self.curve else self._window_ne()
         speed = self.samples / self.seconds if self.seconds else 0.0
         return Progress(step=self.step, total=self.total, ne=sum(ne) / len(ne), samples_per_s=speed)
+
+    def _window_ne(self) -> tuple[float, ...]:
+        sums = self.window.sums
+        if not self.window.samples or bool((sums["positives"] % self.window.samples == 0).any()):
+            return (float("nan"),) * len(self.window.tasks)
+        return tuple(self.window.compute().values())
 
     def _batches(self) -> Iterator[Batch]:
         while True:
@@ -180,8 +180,8 @@ class Trainer:
     def _record(self, logits: Tensor, labels: Tensor) -> None:
         self.window.update(logits, labels)
         if self.step % self.config.window == 0 or self.step == self.total:
-            self.curve.append(CurvePoint(step=self.step, ne=self.window.compute()))
-            self.window = NEWindow(labels.shape[1])
+            self.curve.append(CurvePoint(step=self.step, ne=self._window_ne()))
+            self.window = NormalizedEntropy(self.model.schema.tasks)
 
 
 def find_nonfinite(model: nn.Module, batch: Batch, step: int, forward: Callable[[Batch], Tensor]) -> NonFiniteError:

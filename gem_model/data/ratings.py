@@ -169,6 +169,7 @@ def build_ratings_dataset(name: str, log: RatingsLog, options: RatingsOptions) -
         streams={"ratings": _history(log, by_user, item_ids, options.max_history)},
         labels=np.stack([log.stars >= CLICK_STARS, log.stars >= CONVERSION_STARS], axis=1).astype(np.float32),
         sample_ids=np.arange(len(log.user), dtype=np.int64),
+        groups=log.user,
     )
     return split_by_time(name, source, test_rows, {})
 

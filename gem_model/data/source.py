@@ -87,7 +87,8 @@ class SampleSource:
     """N samples as columns. Construction checks every value against the schema (ValueError naming the offender).
 
     dense float32 [N, n_dense]; labels float32 [N, n_tasks]; sample_ids int64 [N]; `sparse` and `streams` hold one
-    column per schema entry.
+    column per schema entry. `groups` int64 [N] is the user behind each sample, known to statistics and not to models:
+    samples of one user are not independent. None where users are unknown.
     """
 
     schema: Schema
@@ -96,8 +97,11 @@ class SampleSource:
     streams: Mapping[str, EventColumn]
     labels: FloatArray
     sample_ids: IntArray
+    groups: IntArray | None = None
 
     def __post_init__(self) -> None:
+        if self.groups is not None and self.groups.shape != self.sample_ids.shape:
+            raise ValueError(f"groups has shape {self.groups.shape}, sample_ids {self.sample_ids.shape}: both must be [N]")
         for name, column in self.sparse.items():
             _check_offsets(name, column, len(self))
         for name, stream in self.streams.items():
@@ -134,6 +138,7 @@ class SampleSource:
             streams={name: column.select(rows) for name, column in self.streams.items()},
             labels=self.labels[rows],
             sample_ids=self.sample_ids[rows],
+            groups=None if self.groups is None else self.groups[rows],
         )
 
 

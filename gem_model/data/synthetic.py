@@ -167,6 +167,7 @@ def _source(
         },
         labels=labels,
         sample_ids=np.arange(count, dtype=np.int64),
+        groups=log.user,
     )
 
 
