@@ -136,7 +136,8 @@ class AuditReport:
 
     def _caption(self) -> str:
         bad = [i for i, loss in enumerate(self.losses) if not math.isfinite(loss)]
-        parts = [f"{len(self.losses)} batches"] if self.losses else []
+        count = len(self.losses)
+        parts = [f"{count} batch{'es' if count > 1 else ''}"] if count else []
         parts += [f"loss not finite in batch {', '.join(map(str, bad))}"] if bad else []
         parts += [f"did not run: {', '.join(self.unseen)}"] if self.unseen else []
         return "; ".join(parts)

@@ -65,14 +65,14 @@ def recsys(
         # Not required: a policy for any model cannot know which of these a model has.
         kept.extend(Rule(target, BF16, reason=reason, required=False) for target in targets)
 
-    keep([ModuleType(name) for name in EMBEDDING_TYPES], "an embedding is looked up, not multiplied")
-    keep([ModuleType(name) for name in NORM_TYPES], "norms set the scale of everything after them")
-    keep([f"**.{name}" for name in GATE_NAMES], "a gate multiplies whole features: its error reaches all of them")
-    keep([f"**.{name}" for name in HEAD_NAMES], "a prediction head: errors go straight into the calibrated logit")
-    keep(TOP_LEVEL_HEAD_NAMES, "a prediction head: errors go straight into the calibrated logit")
+    keep([ModuleType(name) for name in EMBEDDING_TYPES], "looked up, not multiplied")
+    keep([ModuleType(name) for name in NORM_TYPES], "sets the scale of everything after it")
+    keep([f"**.{name}" for name in GATE_NAMES], "a gate: its error multiplies whole features")
+    keep([f"**.{name}" for name in HEAD_NAMES], "a prediction head: its error goes straight into the logit")
+    keep(TOP_LEVEL_HEAD_NAMES, "a prediction head: its error goes straight into the logit")
     if last_layers:
-        keep([LastLinears(last_layers)], "a last layer: nothing after it averages its error away")
-    keep([Shape(not_multiple_of=32)], "K or N is not a multiple of 32, the size of a block")
+        keep([LastLinears(last_layers)], "nothing after it averages its error away")
+    keep([Shape(not_multiple_of=32)], "K or N would end in a short block")
     if min_dim > 32:
-        keep([Shape(smaller_than=min_dim)], f"K or N is below {min_dim}, where casts cost more than products save")
+        keep([Shape(smaller_than=min_dim)], "its casts would cost more than its products save")
     return PrecisionPolicy(rules=[*rules, *kept], default=recipe, name="recsys")

@@ -95,7 +95,7 @@ def test_policy_from_a_file(run, tmp_path: Path, suffix: str) -> None:
 def test_describe_with_the_recsys_policy_says_why(run) -> None:
     done = run("describe", "factories:make")
     assert done.exit_code == 0, done.output
-    assert "below 1024" in done.output
+    assert "smaller_than=1024: its casts" in done.output
 
 
 @pytest.mark.parametrize(
