@@ -26,12 +26,10 @@ class Layout:
     max_len: int
     source: Tensor
     """int64 [T + B n_cls]: row of [events | CLS tokens] that each packed row comes from."""
-    cls_rows: Tensor
-    """int64 [B n_cls]: packed rows of the CLS tokens."""
-    recent_rows: Tensor
-    """int64 [B, n_recent]: packed rows of the latest events, oldest first; clamped where a sample has fewer."""
-    recent_valid: Tensor
-    """bool [B, n_recent, 1]."""
+    picked_rows: Tensor
+    """int64 [B, n_cls + n_recent]: packed rows of the CLS tokens, then of the latest events, oldest first."""
+    picked_valid: Tensor
+    """bool [B, n_cls + n_recent, 1]: False where a sample has fewer events; its row is then another sample's."""
     phases: Tensor
     """Rotary phases, complex64 [T + B n_cls, 1, head_dim / 2]."""
 
@@ -45,19 +43,17 @@ class Layout:
         event_rows = torch.arange(events, device=device) + n_cls * torch.repeat_interleave(
             sample, lengths, output_size=events
         )
-        cls_start = cu_seq[1:] - n_cls
-        cls_rows = (cls_start[:, None] + torch.arange(n_cls, device=device)).flatten()
-        source = torch.empty(events + cls_rows.numel(), dtype=torch.int64, device=device)
-        source[torch.cat([event_rows, cls_rows])] = torch.arange(source.numel(), device=device)
-        recent = cls_start[:, None] + torch.arange(-config.recent_tokens, 0, device=device)
-        now = seconds_ago.new_zeros(cls_rows.numel())
+        around_cls = torch.arange(-config.recent_tokens, n_cls, device=device).roll(-config.recent_tokens)
+        picked = cu_seq[1:, None] - n_cls + around_cls
+        source = torch.empty(events + batch * n_cls, dtype=torch.int64, device=device)
+        source[torch.cat([event_rows, picked[:, :n_cls].flatten()])] = torch.arange(source.numel(), device=device)
+        now = seconds_ago.new_zeros(batch * n_cls)
         return Layout(
             cu_seq=cu_seq,
             max_len=int(lengths.max()) + n_cls if batch else 0,
             source=source,
-            cls_rows=cls_rows,
-            recent_rows=recent.clamp(min=0),
-            recent_valid=(recent >= cu_seq[:-1, None])[:, :, None],
+            picked_rows=picked.clamp(min=0),
+            picked_valid=(picked >= cu_seq[:-1, None])[:, :, None],
             phases=rotary_phases(torch.cat([seconds_ago, now])[source], config),
         )
 
@@ -195,10 +191,9 @@ class SequenceSummary(nn.Module):
         self.norm_out = make_norm(config.norm)
 
     def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
-        batch, dim = layout.cu_seq.numel() - 1, tokens.shape[-1]
-        cls_tokens = tokens.index_select(0, layout.cls_rows).view(batch, self.config.summary_tokens, dim)
-        recent = tokens.index_select(0, layout.recent_rows.flatten()).view(batch, self.config.recent_tokens, dim)
-        recent = recent.masked_fill(~layout.recent_valid, 0.0)
+        picked = tokens.index_select(0, layout.picked_rows.flatten()).view(*layout.picked_rows.shape, tokens.shape[-1])
+        picked = picked.masked_fill(~layout.picked_valid, 0.0)
+        cls_tokens, recent = picked.split([self.config.summary_tokens, self.config.recent_tokens], dim=1)
         summary = torch.cat([cls_tokens, self.pma(tokens, layout), recent], dim=1)
         out: Tensor = self.norm_out(self.gate(self.norm_in(summary)))
         return out

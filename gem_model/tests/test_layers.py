@@ -208,11 +208,11 @@ def test_layout_appends_cls_tokens_to_each_sample():
     assert where.pack(events, cls_tokens)[:, 0].tolist() == expected
     assert where.cu_seq.tolist() == [0, 6, 8, 11, 20]
     assert where.max_len == 9
-    assert [expected[row] for row in where.cls_rows.tolist()] == list(range(100, 108))
-    rows, valid = where.recent_rows.tolist(), where.recent_valid[..., 0].tolist()
-    recent = [[expected[rows[b][i]] for i in range(3) if valid[b][i]] for b in range(4)]
-    assert recent == [[1, 2, 3], [], [4], [9, 10, 11]]
-    assert torch.equal(where.phases[where.cls_rows], torch.ones_like(where.phases[where.cls_rows]))
+    rows, valid = where.picked_rows.tolist(), where.picked_valid[..., 0].tolist()
+    picked = [[expected[rows[b][i]] for i in range(5) if valid[b][i]] for b in range(4)]
+    assert picked == [[100, 101, 1, 2, 3], [102, 103], [104, 105, 4], [106, 107, 9, 10, 11]]
+    now = [row for row, value in enumerate(expected) if value >= 100]
+    assert torch.equal(where.phases[now], torch.ones_like(where.phases[now]))
 
 
 def test_rotary_keeps_norms_and_depends_on_the_ratio_of_times_only():
