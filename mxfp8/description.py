@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mxfp8 import report
 from mxfp8.linear import MXFP8GroupedLinear, MXFP8Linear
@@ -181,7 +182,8 @@ def _rows(decisions: list[Decision], rows: Mapping[str, int]) -> Iterator[LayerD
         tied = next((seen[id(p)] for p in own.values() if id(p) in seen), "")
         fresh = {name: p for name, p in own.items() if id(p) not in seen}
         seen |= {id(p): f"{d.name}.{name}" if d.name else name for name, p in fresh.items()}
-        first = own.get("weight", next(iter(own.values()), None))
+        sized = {name: p for name, p in own.items() if not is_lazy(p)}
+        first = sized.get("weight", next(iter(sized.values()), None))
         yield LayerDescription(
             name=d.name,
             aliases=d.names[1:],
@@ -189,7 +191,7 @@ def _rows(decisions: list[Decision], rows: Mapping[str, int]) -> Iterator[LayerD
             shape=tuple(first.shape) if first is not None else (),
             precision=d.precision,
             reason=d.reason,
-            parameters=sum(p.numel() for p in fresh.values()),
+            parameters=sum(p.numel() for name, p in fresh.items() if name in sized),
             tied_to=tied,
             rows=next((rows[n] for n in d.names if n in rows), 1),
             flops=flops,
@@ -202,6 +204,11 @@ def _gemm(module: nn.Module) -> int:
     if isinstance(module, nn.Linear | MXFP8GroupedLinear):
         return 2 * module.in_features * module.out_features
     return 0
+
+
+def cuda_devices(model: nn.Module) -> list[torch.device]:
+    """The GPUs that hold parameters: those whose random state a forward pass may move."""
+    return sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
 
 
 def _measure_rows(model: nn.Module, inputs: tuple[Any, ...], modules: list[nn.Module]) -> dict[str, int]:
@@ -219,7 +226,7 @@ def _measure_rows(model: nn.Module, inputs: tuple[Any, ...], modules: list[nn.Mo
         return count
 
     with contextlib.ExitStack() as undo:
-        undo.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))
+        undo.enter_context(torch.random.fork_rng(devices=cuda_devices(model)))
         undo.enter_context(torch.no_grad())
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)

@@ -174,6 +174,15 @@ def test_a_converted_model_is_audited_as_it_is() -> None:
     assert model[0].recipe.name == "mxfp8_floor"
 
 
+def test_a_compiled_model_gives_the_same_numbers() -> None:
+    model = mxfp8.convert(net())
+    eager = mxfp8.audit(model, [batch()], loss_fn)
+    compiled = mxfp8.audit(torch.compile(model, backend="eager"), [batch()], loss_fn)
+    assert [(r.layer.removeprefix("_orig_mod."), r.gemm, r.sqnr_db, r.casts) for r in compiled.rows] == [
+        (r.layer, r.gemm, r.sqnr_db, r.casts) for r in eager.rows
+    ]
+
+
 def test_planted_underflow_saturation_and_outlier_are_found() -> None:
     """A row with one value of 2**30 among ones: the ones fall below the smallest E4M3 of their block."""
     x = torch.ones(M, K)

@@ -537,6 +537,15 @@ def test_describe_weighs_flops_by_real_rows_and_leaves_the_model_alone() -> None
         mxfp8.describe(model, rows={"tokens": 1})
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_layers_have_no_size_yet_and_convert_once_they_do() -> None:
+    model = nn.Sequential(nn.LazyLinear(64), nn.Linear(64, 32))
+    mxfp8.convert(model)
+    assert next((r.type, r.shape, r.parameters) for r in mxfp8.describe(model).rows) == ("LazyLinear", (), 0)
+    model(torch.randn(2, 96))
+    assert converted(mxfp8.convert(model)) == {"0", "1"}
+
+
 def test_describe_is_a_dry_run_with_a_policy() -> None:
     model = Ranker()
     policy = policies.recsys(min_dim=64)
