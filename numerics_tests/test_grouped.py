@@ -1,0 +1,194 @@
+"""Grouped GEMM and ``MXFP8GroupedLinear``: each group as if it were alone, empty groups and trailing rows zero."""
+
+import copy
+
+import pytest
+import torch
+
+import mxfp8
+from mxfp8 import MXFP8GroupedLinear
+from mxfp8.recipe import HP, CastSpec, LinearRecipe
+from numerics_tests import tolerances
+from numerics_tests.composition import ALL_RECIPES, LinearReference
+
+# Blocks of several rows would straddle groups; such recipes are refused, see below.
+RECIPES = [r for r in ALL_RECIPES if all(spec is None or spec.block[0] == 1 for spec in (r.fprop.lhs, r.dgrad.lhs))]
+recipes = pytest.mark.parametrize("recipe", RECIPES, ids=str)
+GROUPS = {
+    "ragged": ([5, 0, 27, 64], 96),
+    "empty_in_the_middle": ([32, 0, 64], 96),
+    "trailing_rows": ([5, 0, 27], 40),
+    "all_empty": ([0, 0, 0], 7),
+    "no_rows": ([0, 0], 0),
+    "one": ([33], 33),
+    "first_and_last_empty": ([0, 31, 1, 0], 33),
+}
+groups = pytest.mark.parametrize("sizes, rows", GROUPS.values(), ids=GROUPS.keys())
+
+
+def ends(sizes: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(sizes, device=device).cumsum(0).to(dtype)
+
+
+def run(layer: MXFP8GroupedLinear, x: torch.Tensor, offs: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    layer.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    y = layer(x, offs)
+    y.backward(dy)
+    return [y.detach(), x.grad, layer.weight.grad]
+
+
+@groups
+@pytest.mark.parametrize("kinds", ["mx-mx", "mx-bf16", "bf16-mx"])
+def test_grouped_gemm(kinds: str, sizes: list[int], rows: int, device: torch.device) -> None:
+    a, b = torch.randn(rows, 80, device=device), torch.randn(len(sizes), 24, 80, device=device)
+    a[sum(sizes) :] = torch.nan  # rows of no group must not be read
+    a, b = (mxfp8.quantize(t) if k == "mx" else t.bfloat16() for t, k in zip((a, b), kinds.split("-"), strict=True))
+    a64, b64 = (t.dequantize(torch.float64) if isinstance(t, mxfp8.MXTensor) else t.double() for t in (a, b))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out = mxfp8.grouped_gemm(a, b, ends(sizes, device), dtype)
+        assert (out.shape, out.dtype) == ((rows, 24), dtype)
+        start = 0
+        for g, size in enumerate(sizes):
+            part = slice(start, start := start + size)
+            bound = tolerances.gemm_error(a64[part], b64[g], dtype)
+            assert ((out[part].double() - a64[part] @ b64[g].mT).abs() <= bound).all()
+        assert not out[start:].any()
+    assert torch.equal(mxfp8.grouped_gemm(a, b, ends(sizes, device, torch.int64), dtype), out)
+
+
+@pytest.mark.parametrize("G, N, K", [(3, 0, 64), (3, 24, 0), (0, 24, 64)])
+def test_empty_dimensions_of_grouped_gemm(G: int, N: int, K: int, device: torch.device) -> None:
+    a, b = mxfp8.quantize(torch.randn(7, K, device=device)), mxfp8.quantize(torch.randn(G, N, K, device=device))
+    offs = torch.full((G,), 7, dtype=torch.int32, device=device)
+    out = mxfp8.grouped_gemm(a, b, offs)
+    assert out.shape == (7, N)
+    assert not out.any()
+
+
+@groups
+@recipes
+def test_layer_against_the_composition(recipe: LinearRecipe, sizes, rows: int, device: torch.device) -> None:
+    layer = MXFP8GroupedLinear(len(sizes), 64, 96, device=device, recipe=recipe)
+    layer.fqn = "moe.experts"
+    x, dy = torch.randn(rows, 64, device=device), torch.randn(rows, 96, device=device)
+    y, dx, dw = run(layer, x, ends(sizes, device), dy)
+    start = 0
+    for g, size in enumerate(sizes):
+        part = slice(start, start + size)
+        want = LinearReference(recipe=recipe, weight=layer.weight[g].detach(), name=layer.fqn, row=start)
+        want.fprop(x[part], torch.float32).assert_equals(y[part])
+        want.dgrad(dy[part], torch.float32).assert_equals(dx[part])
+        want.wgrad(dy[part], x[part], torch.float32).assert_equals(dw[g])
+        assert size or not dw[g].any()
+        start += size
+    assert not y[start:].any()
+    assert not dx[start:].any()
+
+
+@recipes
+def test_groups_do_not_see_each_other(recipe: LinearRecipe, device: torch.device) -> None:
+    """NaN in one group's rows and in trailing rows: the others keep every bit."""
+    layer = MXFP8GroupedLinear(3, 64, 32, device=device, recipe=recipe)
+    x, dy, offs = torch.randn(50, 64, device=device), torch.randn(50, 32, device=device), ends([5, 27, 10], device)
+    y, dx, dw = run(layer, x, offs, dy)
+    x[10], x[45], dy[12], dy[46] = torch.nan, torch.nan, torch.inf, torch.nan
+    y2, dx2, dw2 = run(layer, x, offs, dy)
+    others = [*range(5), *range(32, 50)]
+    assert torch.equal(y2[others], y[others])
+    assert torch.equal(dx2[others], dx[others])
+    assert torch.equal(dw2[[0, 2]], dw[[0, 2]])
+    assert y2[10].isnan().all()
+    assert dx2[12].isnan().all()
+    assert dw2[1].isnan().any()
+
+
+@recipes
+def test_any_layout_any_dtype_of_offsets_same_result(recipe: LinearRecipe, device: torch.device) -> None:
+    layer = MXFP8GroupedLinear(2, 64, 32, device=device, recipe=recipe)
+    x, dy = torch.randn(64, 40, device=device).mT, torch.randn(1, 32, device=device).expand(40, 32)
+    want = run(layer, x.contiguous(), ends([7, 33], device), dy.contiguous())
+    got = run(layer, x, ends([7, 33], device, torch.int64), dy)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_inputs_and_autocast(weight_dtype: torch.dtype, device: torch.device) -> None:
+    layer = MXFP8GroupedLinear(2, 64, 32, device=device, dtype=weight_dtype)
+    offs = ends([7, 33], device)
+    x32 = torch.randn(40, 64, device=device)
+    for x, autocast in ((x32.bfloat16(), False), (x32, True)):
+        layer.zero_grad()
+        leaf = x.requires_grad_()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+            y = layer(leaf, offs)
+        y.float().sum().backward()
+        assert (y.dtype, leaf.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, x.dtype, weight_dtype)
+
+
+def test_weight_is_cast_once_per_step_and_copies_are_independent(device: torch.device) -> None:
+    layer, offs = MXFP8GroupedLinear(2, 64, 32, device=device), ends([7, 33], device)
+    x, dy = torch.randn(40, 64, device=device), torch.randn(40, 32, device=device)
+    want, twin = run(layer, x, offs, dy), copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert torch.equal(run(layer, x, offs, dy)[0], 2 * want[0])
+    assert all(torch.equal(g, w) for g, w in zip(run(twin, x, offs, dy), want, strict=True))
+    assert list(layer.state_dict()) == ["weight"]
+
+
+@pytest.mark.parametrize(
+    "gemm, spec",
+    [("input", CastSpec(block=(32, 32))), ("grad_output", CastSpec(block=(128, 128)))],
+)
+def test_blocks_that_would_straddle_groups_are_refused(gemm: str, spec: CastSpec) -> None:
+    recipe = LinearRecipe.from_operands(name="bad", wgrad=HP, **{gemm: spec})
+    with pytest.raises(ValueError, match=f"{gemm} blocks of .* would straddle groups"):
+        MXFP8GroupedLinear(2, 64, 32, recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    "offs, match",
+    [
+        ([0, 5, 3], r"offs\[2\] is 3, after 5"),
+        ([0, -1, 3], r"offs\[1\] is -1, after 0"),
+        ([-1, 0, 3], r"offs\[0\] is -1, after 0"),
+        ([0, 5, 8], r"offs\[2\] is 8, after 5.*0\.\.7"),
+        ([0, 7], r"of shape \(2,\).*shape \(3,\)"),
+        ([[0, 1, 2]], r"of shape \(1, 3\)"),
+        ([0.0, 1.0, 2.0], "offs is torch.float32"),
+    ],
+)
+def test_bad_offsets_are_named(offs, match: str) -> None:
+    x, layer = torch.randn(7, 64), MXFP8GroupedLinear(3, 64, 32)
+    for call in (
+        lambda: mxfp8.grouped_gemm(mxfp8.quantize(x), mxfp8.quantize(layer.weight), torch.tensor(offs)),
+        lambda: layer(x, torch.tensor(offs)),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+@pytest.mark.parametrize(
+    "error, match, x",
+    [
+        (ValueError, "must be 64", torch.ones(7, 65)),
+        (ValueError, r"takes input \[M, 64\]", torch.ones(2, 7, 64)),
+        (TypeError, "input is torch.int64", torch.ones(7, 64).long()),
+    ],
+)
+def test_bad_inputs_are_named(error, match: str, x: torch.Tensor) -> None:
+    with pytest.raises(error, match=match):
+        MXFP8GroupedLinear(1, 64, 32)(x, torch.tensor([7]))
+
+
+def test_bad_operands_of_grouped_gemm_are_named() -> None:
+    a, b, offs = mxfp8.quantize(torch.ones(7, 64)), mxfp8.quantize(torch.ones(2, 64, 64)), torch.tensor([3, 7])
+    with pytest.raises(ValueError, match=r"takes a\[M, K\] and b\[G, N, K\]"):
+        mxfp8.grouped_gemm(a, a, offs)
+    with pytest.raises(ValueError, match="b is scaled along axis -2"):
+        mxfp8.grouped_gemm(a, b.mT, offs)
+    with pytest.raises(TypeError, match="at least one MXTensor"):
+        mxfp8.grouped_gemm(a.dequantize(), b.dequantize(), offs)
+    with pytest.raises(TypeError, match=r"out_dtype is torch\.int32"):
+        mxfp8.grouped_gemm(a, b, offs, torch.int32)
