@@ -60,6 +60,14 @@ def _spread(scale: torch.Tensor, rows: int, cols: int, shape: Sequence[int]) -> 
     return scale[..., : shape[-1]]
 
 
+def _decode(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Element codes as values, in a new tensor. On CPU through a table: torch converts float8 there one by one."""
+    if qdata.device.type != "cpu" or torch.compiler.is_compiling():
+        return qdata.to(dtype)
+    table = torch.arange(256, dtype=torch.uint8).view(qdata.dtype).to(dtype)
+    return table.index_select(0, qdata.view(torch.uint8).flatten().to(torch.int32)).view(qdata.shape)
+
+
 def dequantize(
     qdata: torch.Tensor,
     scale: torch.Tensor,
@@ -73,12 +81,12 @@ def dequantize(
         return dequantize(qdata.mT, scale.mT, (block[1], block[0]), dtype, saturate).mT
     rows, cols = block
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    values, factors = qdata.to(exact), scale_values(scale).to(exact)
+    values, factors = _decode(qdata, exact), scale_values(scale).to(exact)
     out: torch.Tensor
     whole = qdata.shape[-1] % cols == 0 and (qdata.ndim < 2 or qdata.shape[-2] % rows == 0)
     if whole and qdata.numel() and qdata.ndim >= 2:
         blocks = values.unflatten(-1, (-1, cols)).unflatten(-3, (-1, rows))
-        out = (blocks * factors[..., :, None, :, None]).flatten(-2, -1).flatten(-3, -2)
+        out = blocks.mul_(factors[..., :, None, :, None]).flatten(-2, -1).flatten(-3, -2)
     else:
         out = values * _spread(factors, rows, cols, qdata.shape)
     if saturate:
