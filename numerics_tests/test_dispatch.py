@@ -1,0 +1,96 @@
+"""Which backend runs: the table is complete, a named one runs or says why not, and ``auto`` records its choice."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mxfp8
+from mxfp8 import dispatch
+
+CELLS = [(op, backend) for op in dispatch.OPS for backend in dispatch.BACKENDS]
+
+
+def test_explain_covers_every_op_and_backend(device: torch.device) -> None:
+    rows = dispatch.explain(device)
+    assert [(r.op, r.backend) for r in rows] == CELLS
+    for r in rows:
+        assert r.device == device.type
+        assert r.available == (r.reason == "")
+        assert mxfp8.is_available(r.op, r.backend, device, return_reason=True) == (r.available, r.reason)
+        assert mxfp8.is_available(r.op, r.backend, device) == r.available
+        assert r.backend != "reference" or r.available
+
+
+@pytest.mark.parametrize("op, backend", CELLS)
+def test_a_named_backend_runs_or_says_why_not(op: str, backend: str, device: torch.device) -> None:
+    reason = dispatch.why_not(op, backend, device)
+    if reason is None:
+        assert callable(dispatch.resolve(op, backend, device))
+        return
+    with pytest.raises(RuntimeError, match=f"{op}: backend '{backend}' cannot run on {device.type}") as raised:
+        dispatch.resolve(op, backend, device)
+    assert reason in str(raised.value)
+    assert "Usable here: " in str(raised.value)
+    assert "reference" in str(raised.value).split("Usable here: ")[1]
+
+
+@pytest.mark.parametrize("op, backend", CELLS)
+def test_every_backend_has_the_signature_of_the_reference(op: str, backend: str, device: torch.device) -> None:
+    if not mxfp8.is_available(op, backend, device):
+        return  # the test above checks what it says instead
+    parameters = [
+        [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
+        for f in (dispatch.resolve(op, backend, device), dispatch.resolve(op, "reference", device))
+    ]
+    assert parameters[0] == parameters[1]
+
+
+def test_auto_takes_the_first_that_can_run_and_records_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    for op in dispatch.OPS:
+        if device.type == "cuda" and not any(mxfp8.is_available(op, b, device) for b in dispatch.BACKENDS[:-1]):
+            with pytest.warns(UserWarning, match=f"{op} on CUDA takes the plain-torch reference"):
+                dispatch.resolve(op, "auto", device)
+        dispatch.resolve(op, "auto", device)
+        first = next(b for b in dispatch.BACKENDS if mxfp8.is_available(op, b, device))
+        assert dispatch.chosen()[op, device.type] == first
+    if device.type == "cpu":
+        assert set(dispatch.chosen().values()) == {"reference"}
+    dispatch.chosen().clear()  # a copy
+    assert dispatch.chosen()
+
+
+def test_ops_take_the_backend_by_name() -> None:
+    x = torch.randn(4, 64)
+    q = mxfp8.quantize(x, backend="reference")
+    assert torch.equal(mxfp8.gemm(q, q, backend="reference"), mxfp8.gemm(q, q))
+    assert torch.equal(mxfp8.hadamard(x, backend="reference"), mxfp8.hadamard(x))
+    if mxfp8.is_available("quantize", "blackwell", "cpu"):
+        pytest.fail("a CPU is no Blackwell GPU")
+    with pytest.raises(RuntimeError, match="quantize: backend 'blackwell' cannot run on cpu"):
+        mxfp8.quantize(x, backend="blackwell")
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda: dispatch.why_not("softmax", "reference"), "unknown op 'softmax': use one of quantize, "),
+        (lambda: dispatch.why_not("gemm", "cudnn"), "unknown backend 'cudnn': use 'auto' or one of blackwell, "),
+        (lambda: dispatch.resolve("gemm", "cudnn", torch.device("cpu")), "unknown backend 'cudnn'"),
+        (lambda: mxfp8.is_available("gemm", ""), "unknown backend ''"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_choices(call, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def test_the_table_prints_from_the_command_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "mxfp8.dispatch"], capture_output=True, text=True, check=True)
+    for name in (*dispatch.OPS, *dispatch.BACKENDS, "available", "reason"):
+        assert name in done.stdout
