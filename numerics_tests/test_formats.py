@@ -9,6 +9,7 @@ import torch
 
 import mxfp8
 from mxfp8.formats import BLOCK_SHAPES, ELEMENT_FORMATS, get_block, get_format, get_rounding, get_scale_rule
+from mxfp8.reference.quantize import _inverse
 from mxfp8.tensor import scale_values
 from numerics_tests import oracles
 
@@ -61,6 +62,14 @@ def test_scale_values_of_all_bytes(device: torch.device) -> None:
     got = scale_values(CODES.to(device)).cpu().double().numpy()
     assert same(got, oracles.scale_values())
     assert same(CODES.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64), oracles.scale_values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_reciprocal_scales_of_all_bytes(dtype: torch.dtype, device: torch.device) -> None:
+    """Byte 254 needs the subnormal 2^-127, whose loss would zero a block; 255 is NaN."""
+    got = _inverse(torch.arange(256, dtype=torch.int32, device=device), dtype)
+    assert got.dtype == dtype
+    assert same(got.cpu().double().numpy(), 1 / oracles.scale_values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
