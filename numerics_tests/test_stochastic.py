@@ -71,6 +71,21 @@ def test_bits_are_those_of_the_definition(fmt: str, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_word_equal_to_the_distance_rounds_down(fmt: str, device: torch.device) -> None:
+    """Place values of the lowest gap exactly where their own word is: up only from the next distance on."""
+    element, key = oracles.ELEMENTS[fmt], RngKey(seed=8)
+    words = random_bits(key, 256, 64, device)
+    words = torch.where(words % 256 == 0, words, 0)  # a float32 holds these distances, and the next, exactly
+    words[:, ::32] = 0
+    assert (words > 0).sum() > 20
+    for up in (0, 1):
+        x = (words + 256 * up).double() * 2.0**-32 * float(element.finite[1])
+        x[:, ::32] = element.max  # scale 1
+        got = codes(stochastic(x, key, fmt=fmt))[words > 0]
+        assert got.tolist() == [up] * len(got)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_mean_of_many_roundings_is_the_value(fmt: str, device: torch.device) -> None:
     """Bound from the variance of one rounding, gap^2 p (1 - p); nearest rounding fails it by orders of magnitude."""
     element, n = oracles.ELEMENTS[fmt], 2**16
