@@ -25,8 +25,8 @@ class WeightCache:
     """Quantised copies of one weight, dropped as soon as the weight may have changed.
 
     A copy is reused only while all of this holds: same tensor object and storage, same autograd version (every in-place
-    operation raises it), no optimiser step since (for a weight that trains; catches optimisers and sharding code that
-    write behind autograd's back). On CPU the bits are compared with a snapshot as well, which also catches writes
+    operation raises it), no optimiser step since (of any optimiser: catches optimisers, sharding code and averaged
+    weights that are written behind autograd's back). On CPU the bits are compared with a snapshot as well, which also catches writes
     through ``weight.data``; on CUDA that would stall the stream, so after writing through ``.data`` outside an
     optimiser call :meth:`clear` there. Nothing is cached under ``torch.compile``, in inference mode, or for fake
     tensors.
@@ -65,8 +65,7 @@ def _has_version(weight: torch.Tensor) -> bool:
 
 
 def _state(weight: torch.Tensor) -> tuple[Any, ...]:
-    step = get_step() if weight.requires_grad else None
-    return weight._version, weight.data_ptr(), weight.dtype, weight.device, step
+    return weight._version, weight.data_ptr(), weight.dtype, weight.device, get_step()
 
 
 def _bits(weight: torch.Tensor) -> torch.Tensor:

@@ -103,12 +103,23 @@ def test_evaluating_in_inference_mode_does_not_spoil_training(recipe: LinearReci
     assert same(run(layer, x), got)
 
 
-def test_a_frozen_weight_outlives_steps(casts: list, device: torch.device) -> None:
-    layer, other = make(device=device).requires_grad_(False), nn.Parameter(torch.ones(1))
-    other.grad = torch.ones(1)
+def test_averaged_weights_written_through_data_follow_each_step(device: torch.device) -> None:
+    """An averaged copy is frozen, and often written where autograd cannot see it, once per step of the model."""
+    layer, x = make(device=device), torch.randn(3, 64, device=device)
+    average = MXFP8Linear.from_linear(nn.Linear(64, 96, device=device)).requires_grad_(False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    for _ in range(3):
+        average(x)
+        layer(x).sum().backward()
+        optimizer.step()
+        average.weight.data.lerp_(layer.weight.data, 0.5)
+        assert torch.equal(average(x), MXFP8Linear.from_linear(average.to_linear())(x))
+
+
+def test_a_weight_is_cast_once_where_nothing_steps(casts: list, device: torch.device) -> None:
+    layer = make(device=device).requires_grad_(False)
     for _ in range(3):
         layer(torch.randn(3, 64, device=device))
-        torch.optim.SGD([other], lr=1.0).step()
     assert len(casts) == 1
 
 
