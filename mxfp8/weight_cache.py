@@ -25,9 +25,9 @@ class WeightCache:
     """Quantised copies of one weight, dropped as soon as the weight may have changed.
 
     A copy is reused only while all of this holds: same tensor object and storage, same autograd version (every in-place
-    operation raises it), no optimiser step since (of any optimiser: catches optimisers, sharding code and averaged
-    weights that are written behind autograd's back). On CPU the bits are compared with a snapshot as well, which also catches writes
-    through ``weight.data``; on CUDA that would stall the stream, so after writing through ``.data`` outside an
+    operation raises it), no optimiser step since (of any optimiser, whose writes, like those of sharding and averaging
+    code, may go behind autograd's back). On CPU the bits are compared with a snapshot as well, which also catches
+    writes through ``weight.data``; on CUDA that would stall the stream, so after writing through ``.data`` outside an
     optimiser call :meth:`clear` there. Nothing is cached under ``torch.compile``, in inference mode, or for fake
     tensors.
     """
