@@ -16,8 +16,7 @@ E8M0    0-8-0     2**127 / 2**-127 / none                255 is NaN, no zero, no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, StrEnum
-from typing import TypeVar
+from enum import StrEnum
 
 import torch
 
@@ -128,7 +127,9 @@ BLOCK_SHAPES: tuple[BlockShape, ...] = ((1, 32), (1, 128), (1, 256), (32, 32), (
 """Allowed ``(across, along)`` block shapes; *along* is the scaled (contraction) axis. All are multiples of 32 along it,
 so that any of them is also a valid 1x32 MX tensor (see :meth:`mxfp8.MXTensor.expanded_scale`)."""
 
-_E = TypeVar("_E", bound=Enum)
+# Looked up, not searched: torch.compile on torch 2.11 cannot iterate over an enum.
+_SCALE_RULES: dict[str, ScaleRule] = {rule.value: rule for rule in ScaleRule}
+_ROUNDINGS: dict[str, Rounding] = {rounding.value: rounding for rounding in Rounding}
 
 
 def get_format(fmt: str | ElementFormat) -> ElementFormat:
@@ -142,12 +143,16 @@ def get_format(fmt: str | ElementFormat) -> ElementFormat:
 
 def get_scale_rule(rule: str | ScaleRule) -> ScaleRule:
     """Return the :class:`ScaleRule` named ``rule``. ValueError if unknown."""
-    return _member(ScaleRule, rule, "scale rule")
+    if not isinstance(rule, str) or rule not in _SCALE_RULES:
+        raise ValueError(f"unknown scale rule {rule!r}: use one of {', '.join(map(repr, _SCALE_RULES))}")
+    return _SCALE_RULES[rule]
 
 
 def get_rounding(rounding: str | Rounding) -> Rounding:
     """Return the :class:`Rounding` named ``rounding``. ValueError if unknown."""
-    return _member(Rounding, rounding, "rounding")
+    if not isinstance(rounding, str) or rounding not in _ROUNDINGS:
+        raise ValueError(f"unknown rounding {rounding!r}: use one of {', '.join(map(repr, _ROUNDINGS))}")
+    return _ROUNDINGS[rounding]
 
 
 def get_block(block: BlockShape) -> BlockShape:
@@ -156,10 +161,3 @@ def get_block(block: BlockShape) -> BlockShape:
     if shape not in BLOCK_SHAPES:
         raise ValueError(f"unknown block shape {block!r}: use one of {', '.join(map(str, BLOCK_SHAPES))}")
     return shape[0], shape[1]
-
-
-def _member(enum: type[_E], value: str | _E, what: str) -> _E:
-    for member in enum:
-        if value == member or value == member.value:
-            return member
-    raise ValueError(f"unknown {what} {value!r}: use one of {', '.join(repr(m.value) for m in enum)}")

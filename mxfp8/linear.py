@@ -280,7 +280,7 @@ def _prepare(x: torch.Tensor, weight: torch.Tensor, features: int, fqn: str) -> 
     if weight.is_meta and not x.is_meta:
         raise ValueError(f"{where}: weights are on the meta device: call to_empty(), then initialise or load them")
     kind = x.device.type
-    if x.is_floating_point() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind != "meta" and x.is_floating_point() and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     if x.dtype not in _INPUT_DTYPES:
         raise TypeError(f"{where}: input is {x.dtype}, use float32, bfloat16 or float16")

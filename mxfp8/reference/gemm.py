@@ -70,8 +70,8 @@ def _full_precision(device: torch.device) -> Iterator[None]:
     A compiled graph cannot change that setting, but MX operands lose nothing to it: their few significant bits are
     exact in TF32 and bfloat16, and sums are float32 either way.
     """
-    has_autocast = torch.amp.is_autocast_available(device.type)  # not on the meta device
-    with torch.autocast(device.type, enabled=False) if has_autocast else contextlib.nullcontext():
+    # The meta device has no autocast.
+    with contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False):
         if torch.compiler.is_compiling():
             yield
             return
