@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -254,6 +255,11 @@ class MXFP8Linear(nn.Linear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self._cache.clear()  # to(), half(), to_empty() ... exchange the storage, and may land on the same address
+        out: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return out
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": WeightCache()}
 
@@ -417,6 +423,11 @@ class MXFP8GroupedLinear(nn.Module):
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
             f"recipe={self.recipe.name}"
         )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self._cache.clear()  # to(), half(), to_empty() ... exchange the storage, and may land on the same address
+        out: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return out
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": WeightCache()}
