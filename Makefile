@@ -7,7 +7,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
-DEMO_ARGS ?= --data ml-100k --config tiny --seeds 3
+DEMO_ARGS ?= --data ml-100k --config tiny --seeds 3 --history 16
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

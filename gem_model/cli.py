@@ -12,7 +12,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +40,9 @@ Data = Annotated[str, typer.Option("--data", help="ml-100k, ml-latest-small, cri
 DataPath = Annotated[Path | None, typer.Option("--path", help="where the data lies, for data sets that need it")]
 Config = Annotated[str, typer.Option("--config", help="model size: tiny, small, base")]
 Recipe = Annotated[str, typer.Option("--recipe", help=f"MXFP8 recipe: {', '.join(mxfp8.RECIPES)}")]
-Policy = Annotated[str, typer.Option("--policy", help="recsys, all (every linear layer), or a policy file (.json, .yaml)")]
+Policy = Annotated[
+    str, typer.Option("--policy", help="recsys, all (every linear layer), or a policy file (.json, .yaml)")
+]
 Epochs = Annotated[int, typer.Option("--epochs", help="passes over the training data")]
 BatchSize = Annotated[int, typer.Option("--batch-size", help="samples per step")]
 History = Annotated[int | None, typer.Option("--history", help="latest events kept per sample (default: the config's)")]
@@ -65,14 +66,18 @@ def compare_command(
     plant: Annotated[str | None, typer.Option("--plant", help="plant a fault, which must come out as fail")] = None,
     tolerance: Annotated[float, typer.Option("--tolerance", help="largest relative NE difference that passes")] = 2e-4,
     device: Device = "cpu",
-    out: Annotated[Path | None, typer.Option("--out", help="folder of the report (default: runs/<data>-<config>)")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="folder of the report (default: runs/<data>-<config>)")
+    ] = None,
     epochs: Epochs = 1,
     batch_size: BatchSize = 512,
     history: History = None,
     limit: Limit = None,
     seed: Seed = 0,
     path: DataPath = None,
-    workers: Annotated[int | None, typer.Option("--workers", help="processes (default: one per core; 0: this one)")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", help="processes (default: one per core; 0: this one)")
+    ] = None,
 ) -> None:
     """Train BF16 and MXFP8 from the same weights on the same data, for every seed, and judge the difference."""
     command = shlex.join(["gem", *sys.argv[1:]])
@@ -112,7 +117,9 @@ def train_command(
     recipe: Recipe = "mxfp8_rceil",
     policy: Policy = "recsys",
     device: Device = "cpu",
-    out: Annotated[Path | None, typer.Option("--out", help="folder of the checkpoint (default: runs/train-...)")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="folder of the checkpoint (default: runs/train-...)")
+    ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="go on from this checkpoint")] = None,
     checkpoint_every: Annotated[int, typer.Option("--checkpoint-every", help="steps between checkpoints")] = 100,
     stop_after: Annotated[int | None, typer.Option("--stop-after", help="stop at this step; --resume goes on")] = None,
@@ -128,7 +135,9 @@ def train_command(
         if precision not in (BF16, MXFP8):
             raise ValueError(f"unknown precision {precision!r}; choose one of {[BF16, MXFP8]}")
         if checkpoint_every < 1 or (stop_after is not None and stop_after < 1):
-            raise ValueError(f"checkpoint-every and stop-after must be at least 1, got {checkpoint_every}, {stop_after}")
+            raise ValueError(
+                f"checkpoint-every and stop-after must be at least 1, got {checkpoint_every}, {stop_after}"
+            )
         model_config, spec = _model_and_data(config, data, path, history, limit)
         chosen = _policy(policy, recipe, config)
         folder = out or Path("runs") / f"train-{data}-{config}-{precision}"
@@ -168,19 +177,19 @@ def _model_and_data(
     config: str, data: str, path: Path | None, history: int | None, limit: int | None
 ) -> tuple[GEMConfig, DataSpec]:
     model = get_config(config)
-    if history is not None:
-        model = replace(model, max_history=history)
+    if history is not None and not 0 <= history <= model.max_history:
+        raise ValueError(f"history is {history}: config {config!r} takes 0 to {model.max_history} events")
     if data not in DATASETS:
         raise ValueError(f"unknown dataset {data!r}; choose one of {sorted(DATASETS)}")
     options: dict[str, Any] = {} if path is None else {"path": str(path)}
     if data != "criteo":  # which has no event stream
-        options["max_history"] = model.max_history
+        options["max_history"] = model.max_history if history is None else history
     return model, DataSpec(name=data, options=tuple(sorted(options.items())), limit=limit)
 
 
 def _policy(name: str, recipe: str, config: str) -> PrecisionPolicy:
     if name == "recsys":
-        return policies.recsys(recipe, **({"min_dim": MIN_DIM[config]} if config in MIN_DIM else {}))
+        return policies.recsys(recipe, min_dim=MIN_DIM[config]) if config in MIN_DIM else policies.recsys(recipe)
     if name == "all":
         return PrecisionPolicy(rules=[], default=mxfp8.get_recipe(recipe), name="all")
     file = Path(name)

@@ -21,12 +21,15 @@ from typing import Any
 
 import numpy as np
 
+import mxfp8
 from gem_model.config import GEMConfig
 from gem_model.data import Dataset
 from gem_model.jobs import BF16, MXFP8, DataSpec, Evaluation, Job, JobResult, OnProgress, load_data, run_jobs
 from gem_model.train import TrainConfig
 from mxfp8 import PrecisionPolicy
 from mxfp8.drift import Departure, DriftConfig, DriftReport, LayerHealth, PairedLosses, PairingResult
+from mxfp8.health import TYPICAL_CAST_DB, WORST_CAST_DB
+from mxfp8.recipe import GEMMS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,18 +108,19 @@ class Comparison:
             "task": self.task,
             "ne_logistic": self.logistic[self.task],
             "tolerance": self.config.tolerance,
-            "resolves": main and main.seed_half_width is not None and main.half_width or None,
+            "resolves": main.half_width if main and main.seed_half_width is not None else None,
             "rel_ne_diff_same_weights": same and same.rel_ne_diff,
             "ci95_same_weights": same and [same.ci_low, same.ci_high],
             "pairings": tasks,
             "seeds": self.config.seeds,
             "fault": self.config.fault,
-            "worst_layers": [f"{row.layer} {row.gemm} {row.operand}" for row in self.drift.worst_layers(3)],
+            "unhealthy_casts": len(self.drift.unhealthy_layers()),
+            "worst_layers": [str(row) for row in (self.drift.unhealthy_layers() or self.drift.worst_layers())[:3]],
         }
 
 
 def compare(config: CompareConfig, on_progress: OnProgress) -> Comparison:
-    """Run everything and judge it. Raises RuntimeError when a BF16 run became non-finite: there is nothing to compare."""
+    """Run everything and judge it. Raises RuntimeError when a BF16 run became non-finite: no baseline."""
     dataset = load_data(config.data)
     results, logistic = run_jobs(config.jobs(), config.data, config.workers, on_progress)
     bf16, mx = results[0::2], results[1::2]
@@ -128,11 +132,23 @@ def compare(config: CompareConfig, on_progress: OnProgress) -> Comparison:
         _pairings(dataset, bf16, mx),
         layers=worst_health(mx),
         departures=[_departure(run) for run in mx if run.failure is not None],
-        config=DriftConfig(tolerance=config.tolerance),
+        config=drift_config(config),
     )
-    return Comparison(
-        config=config, dataset=dataset, drift=drift, bf16=tuple(bf16), mxfp8=tuple(mx), logistic=logistic
-    )
+    return Comparison(config=config, dataset=dataset, drift=drift, bf16=tuple(bf16), mxfp8=tuple(mx), logistic=logistic)
+
+
+def drift_config(config: CompareConfig) -> DriftConfig:
+    """Tolerance, and floors of the casts: lower where the policy has a recipe that rounds stochastically."""
+    recipes = [config.policy.default, *(rule.recipe for rule in config.policy.ordered)]
+    chosen = [mxfp8.get_recipe(recipe) for recipe in recipes if recipe != "bf16"]
+    specs = [
+        spec for recipe in chosen for gemm in GEMMS for spec in (getattr(recipe, gemm).lhs, getattr(recipe, gemm).rhs)
+    ]
+    if any(spec is not None and spec.rounding == "stochastic" for spec in specs):
+        double = 10 * math.log10(2)  # up to one whole unit in the last place instead of half, twice the error energy
+        worst, typical = WORST_CAST_DB - 2 * double, TYPICAL_CAST_DB - double
+        return DriftConfig(tolerance=config.tolerance, worst_cast_db=worst, typical_cast_db=typical)
+    return DriftConfig(tolerance=config.tolerance)
 
 
 def _require_pair(base: JobResult, candidate: JobResult) -> None:
@@ -174,19 +190,16 @@ def _losses(evaluation: Evaluation | None, column: int) -> Any:
 
 
 def worst_health(runs: Sequence[JobResult]) -> list[LayerHealth]:
-    """One row per layer, GEMM and operand: the one of lowest SQNR over the runs' watched steps; NaN is lowest of all."""
-    worst: dict[tuple[str, str, str], dict[str, Any]] = {}
+    """One row per layer, GEMM and operand: the lowest SQNR over the runs' watched steps, NaN lowest of all."""
+    worst: dict[tuple[str, str, str], LayerHealth] = {}
     for run in runs:
         for rows in (run.health or {}).values():
             for row in rows:
-                key = (row["layer"], row["gemm"], row["operand"])
-                if key not in worst or _rank(row) < _rank(worst[key]):
-                    worst[key] = row
-    return [LayerHealth(**row) for row in worst.values()]
-
-
-def _rank(row: dict[str, Any]) -> float:
-    return -math.inf if math.isnan(row["sqnr_db"]) else float(row["sqnr_db"])
+                health = LayerHealth(**row)
+                key = (health.layer, health.gemm, health.operand)
+                if key not in worst or health.rank < worst[key].rank:
+                    worst[key] = health
+    return list(worst.values())
 
 
 def _departure(run: JobResult) -> Departure:

@@ -63,10 +63,8 @@ def _quality(tests: Sequence[Evaluation], task: str) -> list[report.Cell]:
 
 def terminal_tables(comparison: Comparison) -> list[Table]:
     """Quality, worst layers and the verdict, which comes last."""
-    worst = [
-        [row.layer, row.gemm, row.operand, f"{row.sqnr_db:.2f}", *_shares([row])]
-        for row in comparison.drift.worst_layers(5)
-    ]
+    shown = comparison.drift.unhealthy_layers() or comparison.drift.worst_layers()
+    worst = [[row.layer, row.gemm, row.operand, f"{row.sqnr_db:.2f}", *_shares([row])] for row in shown[:5]]
     columns = ("layer", "GEMM", "operand", "SQNR, dB", "underflow %", "saturated %")
     return [
         report.table("Held-out quality (mean over seeds)", QUALITY, quality_rows(comparison)),
@@ -148,7 +146,7 @@ def _page(comparison: Comparison, command: str) -> report.HtmlReport:
     subtitle = f"{dataset.name}, config {config.model.name}, {config.seeds} seed{plural}, {config.device}"
     page = report.HtmlReport("GEM in MXFP8 against BF16", subtitle)
     _facts(page, comparison)
-    comparison.drift.add_to(page)
+    comparison.drift.add_to(page, floor_db=round(comparison.drift.config.worst_cast_db, 2))
     page.heading("Held-out quality").table(QUALITY, quality_rows(comparison), caption=_split(comparison))
     _curves(page, comparison)
     page.heading("Every watched GEMM and cast").table(
@@ -158,7 +156,9 @@ def _page(comparison: Comparison, command: str) -> report.HtmlReport:
         "before their casts. Underflow: non-zero elements that became zero. Saturated: elements at the largest code.",
     )
     _policy(page, comparison)
-    runs = [[r.precision, r.seed, r.weights_hash[:16], r.order_hash[:16]] for r in (*comparison.bf16, *comparison.mxfp8)]
+    runs: list[list[report.Cell]] = [
+        [r.precision, r.seed, r.weights_hash[:16], r.order_hash[:16]] for r in (*comparison.bf16, *comparison.mxfp8)
+    ]
     page.heading("Pairing").table(
         ("precision", "seed", "initial weights, SHA-256", "sample order, SHA-256"),
         runs,
@@ -190,8 +190,8 @@ def _facts(page: report.HtmlReport, comparison: Comparison) -> None:
 def _split(comparison: Comparison) -> str:
     dataset = comparison.dataset
     return (
-        f"{len(dataset.train):,} training samples, {len(dataset.test):,} test samples, all later in time. NE: log loss over "
-        "the entropy of the base rate; 1 is a model that knows the base rate only, lower is better."
+        f"{len(dataset.train):,} training samples, {len(dataset.test):,} test samples, all later in time. NE: log loss "
+        "over the entropy of the base rate; 1 is a model that knows the base rate only, lower is better."
     )
 
 

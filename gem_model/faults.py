@@ -20,7 +20,7 @@ from mxfp8 import CastSpec, LinearRecipe, MXTensor, PrecisionPolicy
 
 FAULTS: dict[str, str] = {
     "e5m2_floor": "every linear layer, heads and gates included, in E5M2 with floor scales",
-    "scale_too_small": "every scale byte is one too small, so that block maxima clip at up to twice the largest element",
+    "scale_too_small": "every scale byte is one too small, so that maxima of blocks clip, by up to a factor of 2",
     "scale_too_large": "every scale byte is read as one larger than it was written, so that casts come out doubled",
 }
 ALIASES = {"scale_off_by_one": "scale_too_small"}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn import functional as F  # noqa: N812  (torch's own abbreviation)
+from torch.nn import functional as F
 
 import mxfp8
 from gem_model.baseline import fit_baseline
@@ -106,12 +106,20 @@ class JobResult:
 
 @functools.lru_cache(maxsize=2)
 def load_data(spec: DataSpec) -> Dataset:
-    """The dataset, kept for the next job of this process."""
+    """The dataset with standardised dense features, kept for the next job of this process."""
     dataset = load(spec.name, **dict(spec.options))
-    if spec.limit is None or spec.limit >= len(dataset.train):
-        return dataset
     count = len(dataset.train)
-    return replace(dataset, train=dataset.train.select(np.arange(count - spec.limit, count)))
+    if spec.limit is not None and spec.limit < count:
+        dataset = replace(dataset, train=dataset.train.select(np.arange(count - spec.limit, count)))
+    return standardize(dataset)
+
+
+def standardize(dataset: Dataset) -> Dataset:
+    """Dense features shifted and scaled to mean 0 and spread 1 over the training split; a constant one becomes 0."""
+    mean, spread = dataset.train.dense.mean(axis=0), dataset.train.dense.std(axis=0)
+    spread = np.where(spread > 0, spread, 1.0).astype(np.float32)
+    train, test = (replace(s, dense=(s.dense - mean) / spread) for s in (dataset.train, dataset.test))
+    return replace(dataset, train=train, test=test)
 
 
 def build_model(config: GEMConfig, dataset: Dataset, seed: int) -> GEM:
@@ -217,7 +225,7 @@ def logistic_ne(spec: DataSpec) -> dict[str, float]:
 def run_jobs(
     jobs: Sequence[Job], data: DataSpec, workers: int, on_progress: OnProgress
 ) -> tuple[list[JobResult], dict[str, float]]:
-    """Results in the order of `jobs`, and NE of the logistic regression. `workers=0` runs everything in this process."""
+    """Results in the order of `jobs`, and NE of the logistic regression. `workers=0` runs all in this process."""
     if workers == 0:
         with _one_thread(jobs[0].device):
             return [run_job(job, on_progress) for job in jobs], logistic_ne(data)

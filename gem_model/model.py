@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gem_model.config import GEMConfig, get_config, tables_for_schema
 from gem_model.data.batching import Batch, Schema
 from gem_model.layers.basic import TokenSummary
-from gem_model.layers.embedding import EMBEDDING_STD, DenseTokens, EmbeddingTables, EventTokens
+from gem_model.layers.embedding import TABLE_STD, DenseTokens, EmbeddingTables, EventTokens
 from gem_model.layers.experts import InteractionExperts
 from gem_model.layers.heads import MultiTaskHead, multi_task_loss
 from gem_model.layers.sequence import AttentionPooling, Layout, SequenceLayer, has_pffn
@@ -87,7 +87,7 @@ class GEM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all weights anew: linears N(0, 1 / fan_in), tables N(0, 0.05^2), biases 0, PMA seeds N(0, 1).
+        """Draw all weights anew: linears N(0, 1 / fan_in), tables N(0, 0.01^2), biases 0, PMA seeds N(0, 1).
 
         Every buffer-free parameter is set here, so a model built on the meta device is ready after
         `model.to_empty(device=...)` and this call. The prediction layers start at a tenth, near the base rate's logit.
@@ -99,7 +99,7 @@ class GEM(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.EmbeddingBag):
-                nn.init.normal_(module.weight, std=EMBEDDING_STD)
+                nn.init.normal_(module.weight, std=TABLE_STD)
             elif isinstance(module, AttentionPooling):
                 nn.init.normal_(module.seeds)
 

@@ -37,7 +37,7 @@ class RowWiseAdagrad(Optimizer):
                 self.state[p]["sum"] = torch.zeros(p.shape[0], dtype=torch.float32, device=p.device)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; a parameter without a gradient is left alone."""
         loss = None
         if closure is not None:
@@ -82,12 +82,12 @@ def make_optimizers(
 
 def lr_factor(step: int, total: int, warmup: float) -> float:
     """Share of the peak learning rate at `step` of `total`: linear warm-up over the first `warmup` of the run, then a
-    cosine to a tenth. A pure function of the step: a resumed run needs no scheduler state."""
+    cosine to zero. A pure function of the step: a resumed run needs no scheduler state."""
     warm = max(1, round(warmup * total))
     if step < warm:
         return (step + 1) / warm
     done = min(1.0, (step - warm) / max(1, total - warm))
-    return 0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done))
+    return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def set_lr(optimizers: dict[str, Optimizer], factor: float) -> None:
@@ -103,7 +103,8 @@ def gradient_norm(params: Iterable[Tensor]) -> Tensor:
     values = [g.coalesce().values() if g.is_sparse else g for g in grads]
     if not values:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v.float()) for v in values]))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v.float()) for v in values]))
+    return norm
 
 
 def scale_gradients(params: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -29,7 +29,12 @@ class ProgressDisplay:
         self._steps = runs * steps
         self._start = time.monotonic()
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+            columns = (
+                TextColumn("{task.description:<14}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
             self._live = RichProgress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
             self._overall = self._live.add_task("all runs", total=self._steps, note="")
 

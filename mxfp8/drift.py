@@ -31,6 +31,7 @@ from rich.table import Table
 from scipy import stats
 
 from mxfp8 import report
+from mxfp8.health import TYPICAL_CAST_DB, WORST_CAST_DB, LayerHealth, unhealthy
 from mxfp8.report import percent, percent_number
 from mxfp8.traces import Departure, StepTrace, first_departure, first_nonfinite
 
@@ -70,6 +71,10 @@ class DriftConfig:
     n_resamples: int = 2000
     #: Seed of the bootstrap draws: the same inputs give the same interval.
     seed: int = 0
+    #: A cast below this SQNR fails, whatever the losses say. Stochastic rounding may err by twice that: 6.02 dB less.
+    worst_cast_db: float = WORST_CAST_DB
+    #: So does a median over all casts below this one; stochastic rounding doubles the error energy, 3.01 dB less.
+    typical_cast_db: float = TYPICAL_CAST_DB
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.tolerance) and self.tolerance > 0):
@@ -350,21 +355,6 @@ def _needed(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerHealth:
-    """How one cast (or GEMM result) of one layer fared; see ``mxfp8.metrics`` for the exact meaning of each number."""
-
-    layer: str
-    #: ``fprop``, ``dgrad`` or ``wgrad``.
-    gemm: str
-    #: ``input``, ``weight``, ``grad_output``, or ``output`` for the result of the GEMM.
-    operand: str = "output"
-    sqnr_db: float
-    underflow_frac: float = 0.0
-    saturated_frac: float = 0.0
-    amax: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DriftReport:
     """Every pairing with its verdict, the health of the layers, and where the runs part."""
 
@@ -396,7 +386,10 @@ class DriftReport:
 
     @property
     def verdict(self) -> Verdict:
-        """``"fail"`` if a pairing fails or only the candidate went non-finite; ``"pass"`` if all pass and none did."""
+        """``"fail"`` if a pairing fails, layers are unhealthy or only the candidate went non-finite; ``"pass"`` if all
+        pairings pass and nothing went non-finite."""
+        if self.unhealthy_layers():
+            return "fail"
         broken = [d for d in self.departures if d.kind == "nonfinite"]
         candidate_only = [d for d in broken if d.baseline is None or math.isfinite(d.baseline)]
         if candidate_only or any(r.verdict == "fail" for r in self.results):
@@ -404,19 +397,40 @@ class DriftReport:
         all_pass = bool(self.results) and all(r.verdict == "pass" for r in self.results)
         return "pass" if all_pass and not broken else "inconclusive"
 
+    def unhealthy_layers(self) -> list[LayerHealth]:
+        """Casts that lost more than rounding can explain, worst first (``mxfp8.health``); empty when all is well."""
+        return unhealthy(self.layers, self.config.worst_cast_db, self.config.typical_cast_db)
+
+    def health_note(self) -> str | None:
+        """One sentence on the unhealthy layers; None when there are none."""
+        bad = self.unhealthy_layers()
+        if not bad:
+            return None
+        casts = sum(row.operand != "output" for row in self.layers)
+        lowest, typical = self.config.worst_cast_db, self.config.typical_cast_db
+        floors = f"no cast below {lowest:.1f} dB, the median not below {typical:.1f} dB"
+        worst = ", ".join(str(row) for row in bad[:3])
+        return f"{len(bad)} of {casts} casts lose more than rounding to E4M3 can explain ({floors}); worst: {worst}"
+
     def worst_layers(self, k: int = 5) -> list[LayerHealth]:
         """The ``k`` rows of lowest SQNR, worst first; NaN is worse than any number."""
-        return sorted(self.layers, key=lambda row: -math.inf if math.isnan(row.sqnr_db) else row.sqnr_db)[:k]
+        return sorted(self.layers, key=lambda row: row.rank)[:k]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; write them with ``report.write_json``, which spells NaN and Inf."""
-        return {"verdict": self.verdict, **asdict(self), "worst_layers": [asdict(row) for row in self.worst_layers()]}
+        return {
+            "verdict": self.verdict,
+            **asdict(self),
+            "worst_layers": [asdict(row) for row in self.worst_layers()],
+            "unhealthy_layers": [asdict(row) for row in self.unhealthy_layers()],
+        }
 
     def summary(self) -> str:
         """One sentence for the overall verdict: what decided it."""
         broken = [str(d) for d in self.departures if d.kind == "nonfinite"]
         decisive = [r.explain() for r in self.results if r.verdict == self.verdict]
-        return "; ".join([*broken, *decisive]) or "; ".join(str(d) for d in self.departures)
+        health = [note for note in (self.health_note(),) if note]
+        return "; ".join([*broken, *health, *decisive]) or "; ".join(str(d) for d in self.departures)
 
     def rows(self) -> tuple[list[str], list[list[report.Cell]]]:
         """(columns, one row per pairing): what both the terminal and the HTML table show."""
@@ -438,6 +452,7 @@ class DriftReport:
         """The verdict per pairing, for the terminal, with the reason of each below."""
         title = f"Drift: {self.verdict} (tolerance {percent(self.config.tolerance)})"
         notes = [*(r.explain() for r in self.results), *(f"first departure: {d}" for d in self.departures)]
+        notes += [f"layer health: {note}" for note in (self.health_note(),) if note]
         return report.table(title, *self.rows(), caption="\n".join(notes))
 
     def add_to(self, page: report.HtmlReport, *, floor_db: float | None = None, worst: int = 20) -> report.HtmlReport:

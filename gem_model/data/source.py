@@ -101,7 +101,7 @@ class SampleSource:
 
     def __post_init__(self) -> None:
         if self.groups is not None and self.groups.shape != self.sample_ids.shape:
-            raise ValueError(f"groups has shape {self.groups.shape}, sample_ids {self.sample_ids.shape}: both must be [N]")
+            raise ValueError(f"groups has shape {self.groups.shape}, it must be {self.sample_ids.shape}")
         for name, column in self.sparse.items():
             _check_offsets(name, column, len(self))
         for name, stream in self.streams.items():

@@ -12,7 +12,9 @@ from gem_model.config import EmbeddingBagConfig, GEMConfig
 from gem_model.data.batching import Batch, EventStream, KeyedJaggedTensor, Schema
 from gem_model.layers.basic import make_norm, mlp
 
-EMBEDDING_STD = 0.05
+TABLE_STD = 0.01
+"""Of new embedding rows: small, so that a row says little before it has learned something."""
+TIME_SCALE = 0.05
 
 
 class EmbeddingTables(nn.Module):
@@ -104,7 +106,7 @@ class EventTokens(nn.Module):
     def forward(self, tables: EmbeddingTables, events: EventStream) -> Tensor:
         rows = tables.rows(f"{self.stream}.items", events.item_ids)
         rows = rows + tables.rows(f"{self.stream}.actions", events.action_ids)
-        tokens = self.norm(rows + EMBEDDING_STD * time_features(events.seconds_ago, rows.shape[-1]))
+        tokens = self.norm(rows + TIME_SCALE * time_features(events.seconds_ago, rows.shape[-1]))
         compressed: Tensor = self.compress(tokens * self.mask(tokens))
         return compressed
 
