@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from mxfp8 import observe, ops
 from mxfp8.recipe import CastSpec, LinearRecipe, get_recipe
 from mxfp8.rng import RngKey, get_step, step_tensor
-from mxfp8.tensor import MXTensor
+from mxfp8.tensor import MXTensor, rounded
 from mxfp8.weight_cache import WeightCache, quantize_weight
 
 __all__ = ["MXFP8GroupedLinear", "MXFP8Linear"]
@@ -73,7 +73,7 @@ class _Plan:
         if isinstance(a, MXTensor) or isinstance(b, MXTensor):
             out = ops.gemm(a, b, bias, out_dtype)
         else:
-            out = F.linear(a, b.to(a.dtype), None if bias is None else bias.to(a.dtype)).to(out_dtype)
+            out = rounded(F.linear(a, b.to(a.dtype), None if bias is None else bias.to(a.dtype)), out_dtype)
         if observe.active():
             observe.emit(observe.GemmEvent(layer=self.layer, gemm=gemm, a=a, b=b, out=out, bias=bias))
         return out

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 
 from mxfp8.formats import SCALE_DTYPE, BlockShape, ElementFormat, get_block, get_format
 
-__all__ = ["MXTensor", "block_rc", "cat", "dequantize", "scale_shape", "scale_values"]
+__all__ = ["MXTensor", "block_rc", "cat", "dequantize", "rounded", "scale_shape", "scale_values"]
 
 
 def block_rc(block: BlockShape, axis: int) -> tuple[int, int]:
@@ -58,6 +58,12 @@ def _spread(scale: torch.Tensor, rows: int, cols: int, shape: Sequence[int]) -> 
     if scale.ndim > 1:
         scale = scale[..., : shape[-2], :]
     return scale[..., : shape[-1]]
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x.to(dtype)`` without the call that would change nothing: torch 2.11 compiles such a call inside an autograd
+    function into two outputs that are one tensor, and the gradient of the first is lost."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _decode(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

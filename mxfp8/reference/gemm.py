@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mxfp8.tensor import dequantize
+from mxfp8.tensor import dequantize, rounded
 
 __all__ = ["gemm", "grouped_gemm"]
 
@@ -31,8 +31,8 @@ def gemm(
     with _full_precision(a.device):
         left, right = _operand(a, a_scale, a_block), _operand(b, b_scale, b_block)
         if bias is None:
-            return (left @ right.mT).to(out_dtype)
-        return torch.addmm(bias.to(torch.float32), left, right.mT).to(out_dtype)
+            return rounded(left @ right.mT, out_dtype)
+        return rounded(torch.addmm(bias.to(torch.float32), left, right.mT), out_dtype)
 
 
 def grouped_gemm(
@@ -54,7 +54,7 @@ def grouped_gemm(
         for g, stop in enumerate(offs.tolist()):
             torch.matmul(left[start:stop], right[g].mT, out=out[start:stop])
             start = stop
-        return out.to(out_dtype)
+        return rounded(out, out_dtype)
 
 
 def _operand(x: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int] | None) -> torch.Tensor:
