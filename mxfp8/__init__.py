@@ -1,15 +1,11 @@
 """MXFP8: microscaling FP8 training for PyTorch, with the same bits on CPU, Hopper and Blackwell."""
 
-# Which layer gets which recipe, and what it does to the values
 from mxfp8 import policies
+from mxfp8.attention import block_attention, generalized_attention, jagged_attention
 from mxfp8.audit import audit, watch
 from mxfp8.description import describe
-
-# Formats and casts
 from mxfp8.dispatch import explain, is_available
 from mxfp8.formats import E4M3, E5M2, ElementFormat, Rounding, ScaleRule
-
-# Modules and recipes
 from mxfp8.linear import MXFP8GroupedLinear, MXFP8Linear
 from mxfp8.ops import gemm, grouped_gemm, hadamard, quantize
 from mxfp8.policy import convert
@@ -20,37 +16,18 @@ from mxfp8.tensor import MXTensor, cat
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "E4M3",
-    "E5M2",
-    "RECIPES",
-    "CastSpec",
-    "ElementFormat",
-    "GemmSpec",
-    "LastLinears",
-    "LinearRecipe",
-    "MXFP8GroupedLinear",
-    "MXFP8Linear",
-    "MXTensor",
-    "PrecisionPolicy",
-    "RngKey",
-    "Rounding",
-    "Rule",
-    "ScaleRule",
-    "Shape",
-    "audit",
-    "cat",
-    "convert",
-    "describe",
-    "explain",
-    "gemm",
-    "get_recipe",
-    "get_step",
-    "grouped_gemm",
-    "hadamard",
-    "is_available",
-    "policies",
-    "quantize",
+# fmt: off
+__all__ = [  # noqa: RUF022  (grouped by what one does with them)
+    # formats and casts
+    "E4M3", "E5M2", "ElementFormat", "MXTensor", "RngKey", "Rounding", "ScaleRule", "cat", "hadamard", "quantize",
+    # matrix products and attention
+    "block_attention", "gemm", "generalized_attention", "grouped_gemm", "jagged_attention",
+    # modules and their recipes
+    "CastSpec", "GemmSpec", "LinearRecipe", "MXFP8GroupedLinear", "MXFP8Linear", "RECIPES", "get_recipe", "get_step",
     "set_step",
-    "watch",
+    # which layer gets which recipe
+    "LastLinears", "PrecisionPolicy", "Rule", "Shape", "convert", "describe", "policies",
+    # what it does to the values, and what runs where
+    "audit", "explain", "is_available", "watch",
 ]
+# fmt: on
