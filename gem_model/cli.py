@@ -38,6 +38,7 @@ MIN_DIM = {"tiny": 32, "small": 32}
 
 Data = Annotated[str, typer.Option("--data", help="ml-100k, ml-latest-small, criteo or synthetic")]
 DataPath = Annotated[Path | None, typer.Option("--path", help="where the data lies, for data sets that need it")]
+Option = Annotated[list[str] | None, typer.Option("--option", help="KEY=VALUE for the data set, e.g. holdout_days=60")]
 Config = Annotated[str, typer.Option("--config", help="model size: tiny, small, base")]
 Recipe = Annotated[str, typer.Option("--recipe", help=f"MXFP8 recipe: {', '.join(mxfp8.RECIPES)}")]
 Policy = Annotated[
@@ -75,6 +76,7 @@ def compare_command(
     limit: Limit = None,
     seed: Seed = 0,
     path: DataPath = None,
+    option: Option = None,
     workers: Annotated[
         int | None, typer.Option("--workers", help="processes (default: one per core; 0: this one)")
     ] = None,
@@ -82,7 +84,7 @@ def compare_command(
     """Train BF16 and MXFP8 from the same weights on the same data, for every seed, and judge the difference."""
     command = shlex.join(["gem", *sys.argv[1:]])
     with _one_line_errors():
-        model, spec = _model_and_data(config, data, path, history, limit)
+        model, spec = _model_and_data(config, data, path, history, limit, option or [])
         fault = None if plant is None else check_fault(plant)
         settings = CompareConfig(
             data=spec,
@@ -129,6 +131,7 @@ def train_command(
     limit: Limit = None,
     seed: Seed = 0,
     path: DataPath = None,
+    option: Option = None,
 ) -> None:
     """Train one model with checkpoints, and score it on the held-out split."""
     with _one_line_errors():
@@ -138,7 +141,7 @@ def train_command(
             raise ValueError(
                 f"checkpoint-every and stop-after must be at least 1, got {checkpoint_every}, {stop_after}"
             )
-        model_config, spec = _model_and_data(config, data, path, history, limit)
+        model_config, spec = _model_and_data(config, data, path, history, limit, option or [])
         chosen = _policy(policy, recipe, config)
         folder = out or Path("runs") / f"train-{data}-{config}-{precision}"
         _writable(folder)
@@ -174,7 +177,7 @@ def _train(trainer: Trainer, file: Path, precision: str, every: int, stop_after:
 
 
 def _model_and_data(
-    config: str, data: str, path: Path | None, history: int | None, limit: int | None
+    config: str, data: str, path: Path | None, history: int | None, limit: int | None, extra: list[str]
 ) -> tuple[GEMConfig, DataSpec]:
     model = get_config(config)
     if history is not None and not 0 <= history <= model.max_history:
@@ -184,6 +187,18 @@ def _model_and_data(
     options: dict[str, Any] = {} if path is None else {"path": str(path)}
     if data != "criteo":  # which has no event stream
         options["max_history"] = model.max_history if history is None else history
+    for text in extra:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ValueError(f"option {text!r} is not KEY=VALUE, such as holdout_days=60")
+        number = (
+            float(value)
+            if re.fullmatch(r"-?\d+\.\d*", value)
+            else int(value)
+            if re.fullmatch(r"-?\d+", value)
+            else value
+        )
+        options[key] = number
     return model, DataSpec(name=data, options=tuple(sorted(options.items())), limit=limit)
 
 
