@@ -187,6 +187,8 @@ def _model_and_data(
     options: dict[str, Any] = {} if path is None else {"path": str(path)}
     if data != "criteo":  # which has no event stream
         options["max_history"] = model.max_history if history is None else history
+    if data.startswith("ml-"):
+        options["hide_user_ids"] = 0.5  # most users of the held-out month are new: see docs/gem_compare.md
     for text in extra:
         key, equals, value = text.partition("=")
         if not equals or not key:

@@ -33,7 +33,7 @@ class TrainConfig:
     batch_size: int = 512
     table_lr: float = 0.01
     dense_lr: float = 3e-3
-    weight_decay: float = 0.03
+    weight_decay: float = 1.0
     warmup: float = 0.05
     """Share of the steps over which the learning rate rises to its peak; a cosine to zero follows."""
     clip_norm: float = 1.0

@@ -59,12 +59,16 @@ class RatingsOptions:
     holdout_days: float = 30.0
     min_user_events: int = 20
     min_item_events: int = 5
+    hide_user_ids: float = 0.0
+    """Share of training samples, drawn once, whose user is row 0 although known: it trains the row of new users."""
 
     def __post_init__(self) -> None:
         if self.max_history < 0:
             raise ValueError(f"max_history must be >= 0, got {self.max_history}")
         if not self.holdout_days > 0:
             raise ValueError(f"holdout_days must be > 0, got {self.holdout_days}")
+        if not 0 <= self.hide_user_ids <= 1:
+            raise ValueError(f"hide_user_ids must be in [0, 1], got {self.hide_user_ids}")
         for name, value in (("min_user_events", self.min_user_events), ("min_item_events", self.min_item_events)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1 (an id never seen in training has no row), got {value}")
@@ -159,6 +163,8 @@ def build_ratings_dataset(name: str, log: RatingsLog, options: RatingsOptions) -
     by_user, by_item = Earlier(log.user, log.seconds), Earlier(log.item, log.seconds)
     training = (~test_rows).astype(np.int64)
     user_ids = np.where(by_user.sum(training) >= options.min_user_events, log.user + 1, 0)
+    hidden = ~test_rows & (np.random.default_rng(0).random(len(test_rows)) < options.hide_user_ids)
+    user_ids = np.where(hidden, 0, user_ids)
     item_ids = np.where(by_item.sum(training) >= options.min_item_events, log.item + 1, 0)
     dense = _dense_columns(log, by_user, by_item)
     sparse = _sparse_columns(log, user_ids, item_ids)
