@@ -166,20 +166,3 @@ def _load(op: str, backend: str) -> None:
 
 def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _main() -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    rows = explain()
-    table = Table(title=f"mxfp8 backends on {rows[0].device}")
-    for name in ("op", "backend", "available", "reason"):
-        table.add_column(name)
-    for row in rows:
-        table.add_row(row.op, row.backend, "yes" if row.available else "no", row.reason)
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    _main()
