@@ -20,7 +20,8 @@ from mxfp8 import report
 from mxfp8.drift import LayerHealth
 
 QUALITY = ("model", "task", "NE", "NE spread over seeds", "AUC", "calibration")
-HEALTH = ("layer", "GEMM", "output, dB", "casts, dB", "underflow %", "saturated %", "amax")
+OPERANDS = ("input", "weight", "grad_output")
+HEALTH = ("layer", "GEMM", "output, dB", "input, dB", "weight, dB", "grad, dB", "underflow %", "saturated %", "amax")
 PACKAGES = ("torch", "numpy", "scipy", "triton")
 
 
@@ -82,9 +83,9 @@ def health_rows(layers: Sequence[LayerHealth]) -> list[list[report.Cell]]:
     for (layer, gemm), rows in grouped.items():
         output = next((f"{row.sqnr_db:.2f}" for row in rows if row.operand == "output"), None)
         casts = [row for row in rows if row.operand != "output"]
-        words = ", ".join(f"{row.operand} {row.sqnr_db:.1f}" for row in casts)
+        by_operand = {row.operand: f"{row.sqnr_db:.1f}" for row in casts}
         amax = max((row.amax for row in casts if row.amax is not None), default=None)
-        out.append([layer, gemm, output, words or None, *_shares(casts), amax])
+        out.append([layer, gemm, output, *(by_operand.get(name) for name in OPERANDS), *_shares(casts), amax])
     return out
 
 

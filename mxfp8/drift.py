@@ -429,6 +429,9 @@ class DriftReport:
         """One sentence for the overall verdict: what decided it."""
         broken = [str(d) for d in self.departures if d.kind == "nonfinite"]
         decisive = [r.explain() for r in self.results if r.verdict == self.verdict]
+        if self.verdict == "inconclusive" and len(decisive) > 1:
+            names = "; ".join(r.name for r in self.results if r.verdict == self.verdict)
+            decisive = [f"too much noise to tell at {percent(self.config.tolerance)}: {names}"]
         health = [note for note in (self.health_note(),) if note]
         return "; ".join([*broken, *health, *decisive]) or "; ".join(str(d) for d in self.departures)
 
@@ -455,10 +458,10 @@ class DriftReport:
         notes += [f"layer health: {note}" for note in (self.health_note(),) if note]
         return report.table(title, *self.rows(), caption="\n".join(notes))
 
-    def add_to(self, page: report.HtmlReport, *, floor_db: float | None = None, worst: int = 20) -> report.HtmlReport:
+    def add_to(self, page: report.HtmlReport, *, floor_db: float | None = None, worst: int = 12) -> report.HtmlReport:
         """Adds banner, table, forest plot, worst layers and departures to an HTML page; returns the page.
 
-        ``floor_db`` marks layers below it in red; ``worst`` is how many layer rows are shown.
+        ``floor_db`` marks casts below it in red; ``worst`` is how many rows each layer figure shows.
         """
         page.heading("Verdict").verdict(self.verdict, self.summary()).table(*self.rows())
         if self.results:
@@ -467,11 +470,24 @@ class DriftReport:
         for note in [*(r.explain() for r in self.results), *(f"First departure: {d}" for d in self.departures)]:
             page.text(note)
         if self.layers:
-            rows = self.worst_layers(worst)
-            names = [f"{row.layer} · {row.gemm} {row.operand}" for row in rows]
-            page.heading("Worst layers")
-            sqnr = [(name, row.sqnr_db) for name, row in zip(names, rows, strict=True)]
-            page.figure(report.plot_layer_sqnr(sqnr, floor_db=floor_db, title=f"SQNR, the {len(rows)} lowest"))
-            health = [(name, row.underflow_frac, row.saturated_frac) for name, row in zip(names, rows, strict=True)]
-            page.figure(report.plot_health(health))
+            self._add_layers(page.heading("Worst layers"), floor_db, worst)
         return page
+
+    def _add_layers(self, page: report.HtmlReport, floor_db: float | None, worst: int) -> None:
+        ranked = sorted(self.layers, key=lambda row: row.rank)
+        casts = [row for row in ranked if row.operand != "output"]
+        for what, rows, floor in (
+            ("GEMM outputs", [row for row in ranked if row.operand == "output"][:worst], None),
+            ("casts", casts[:worst], floor_db),
+        ):
+            if rows:
+                sqnr = [(_short(row), row.sqnr_db) for row in rows]
+                title = f"SQNR of {what}, the {len(rows)} lowest"
+                page.figure(report.plot_layer_sqnr(sqnr, floor_db=floor, title=title))
+        casts.sort(key=lambda row: -max(row.underflow_frac, row.saturated_frac))
+        if casts:
+            page.figure(report.plot_health([(_short(r), r.underflow_frac, r.saturated_frac) for r in casts[:worst]]))
+
+
+def _short(row: LayerHealth) -> str:
+    return f"{row.layer} · {row.gemm} {row.operand}"

@@ -369,6 +369,7 @@ overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.88rem}
 caption{text-align:left;padding:6px 14px 8px;font-size:.88rem}
 th,td{padding:6px 14px;text-align:left;border-bottom:1px solid var(--line)}
+td:first-child{overflow-wrap:anywhere;min-width:12em}
 tr:last-child td{border-bottom:0}
 th{font-weight:600;color:var(--soft);white-space:nowrap}
 td.num,th.num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
