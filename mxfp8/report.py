@@ -368,11 +368,11 @@ border-left:5px solid var(--tone);border-radius:10px;padding:14px 18px;margin:12
 overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.88rem}
 caption{text-align:left;padding:6px 14px 8px;font-size:.88rem}
-th,td{padding:6px 14px;text-align:left;border-bottom:1px solid var(--line)}
-td:first-child{overflow-wrap:anywhere;min-width:12em}
+th,td{padding:6px 10px;text-align:left;border-bottom:1px solid var(--line)}
 tr:last-child td{border-bottom:0}
-th{font-weight:600;color:var(--soft);white-space:nowrap}
-td.num,th.num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+th{font-weight:600;color:var(--soft);vertical-align:bottom}
+td.num,th.num{text-align:right;font-variant-numeric:tabular-nums}
+td.num{white-space:nowrap}
 td.pass,td.fail,td.inconclusive{font-weight:600;color:var(--tone)}
 .pass{--tone:var(--pass)}.fail{--tone:var(--fail)}.inconclusive{--tone:var(--inconclusive)}
 figure{margin:0;padding:10px 14px}
@@ -422,7 +422,9 @@ class HtmlReport:
 
         def cell(tag: str, value: Cell, css: str) -> str:
             css = str(value) if tag == "td" and str(value) in VERDICT_COLORS else css
-            return f'<{tag} class="{css}">{html.escape(format_cell(value))}</{tag}>'
+            # A dotted name may break after its dots, so that a wide table fits the page.
+            text = re.sub(r"(?<=\w)\.(?=[a-z])", ".<wbr>", html.escape(format_cell(value)))
+            return f'<{tag} class="{css}">{text}</{tag}>'
 
         head = "".join(cell("th", c, n) for c, n in zip(columns, numeric, strict=True))
         body = "".join(
