@@ -17,7 +17,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +34,13 @@ from gem_model.train import CurvePoint, Trainer
 
 FORMAT, VERSION = "gem-checkpoint", 1
 PARTS = ("format", "version", "fingerprint", "model", "optimizers", "loader", "rng", "mxfp8_step", "run")
+
+
+UNREADABLE = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, pickle.UnpicklingError, RuntimeError, EOFError, OSError),
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
+)
+"""What zipfile and torch.load raise for a file whose bytes are wrong: they check little before they use it."""
 
 
 class CheckpointError(ValueError):
@@ -66,13 +75,18 @@ def load_checkpoint(path: str | Path, trainer: Trainer) -> None:
     """
     path = Path(path)
     state = read_checkpoint(path)
-    _check_fingerprint(path, state["fingerprint"], fingerprint(trainer))
-    _check_tensors(path, "model", state["model"], trainer.model.state_dict())
+    own_state = _collect(trainer)
+    for part in ("fingerprint", "loader", "rng", "mxfp8_step", "run"):
+        _check_kind(path, part, state[part], own_state[part])
+    _check_fingerprint(path, state["fingerprint"], own_state["fingerprint"])
+    _check_tensors(path, "model", state["model"], own_state["model"])
     _check_optimizers(path, state["optimizers"], trainer.optimizers)
+    _check_history(path, state["run"], len(trainer.window.tasks))
     own = trainer.loader
     probe = Loader(own.source, own.batch_size, seed=own.seed, shuffle=own.shuffle, drop_last=own.drop_last)
     try:
         probe.load_state_dict(state["loader"])
+        trainer.window.check_state_dict(state["run"]["window"])
     except ValueError as error:
         raise CheckpointError(f"checkpoint {path}: {error}") from error
     _apply(state, trainer)
@@ -86,7 +100,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load does not verify the checksums that torch.save wrote
         state = torch.load(path, map_location="cpu", weights_only=True) if damaged is None else None
-    except (zipfile.BadZipFile, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"checkpoint {path}: truncated, damaged or no checkpoint at all ({error})") from error
     if damaged is not None:
         raise CheckpointError(f"checkpoint {path}: damaged, the checksum of {damaged!r} does not match")
@@ -144,10 +158,14 @@ def _cuda_rng() -> list[Tensor]:
 def _check_fingerprint(path: Path, saved: str, own: str) -> None:
     if saved == own:
         return
-    saved_parts, own_parts = json.loads(saved), json.loads(own)
+    try:
+        saved_parts, own_parts = json.loads(saved), json.loads(own)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {path}: the fingerprint is no JSON ({error})") from error
     for part, values in own_parts.items():
+        fields = saved_parts.get(part) if isinstance(saved_parts, dict) else None
         for field, value in values.items():
-            other = saved_parts.get(part, {}).get(field)
+            other = fields.get(field) if isinstance(fields, dict) else None
             if other != value:
                 raise CheckpointError(
                     f"checkpoint {path}: written with {part}.{field} = {_short(other)}, this run has {_short(value)}; "
@@ -161,11 +179,49 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def _check_kind(path: Path, what: str, saved: Any, own: Any) -> None:
+    """CheckpointError unless `saved` is made like `own`: types, keys, and dtypes and shapes of tensors, at any depth.
+
+    Entries of lists are not looked at: their number is what a run changes. Types are exact, so True is no step.
+    """
+    if type(saved) is not type(own):
+        raise CheckpointError(
+            f"checkpoint {path}: {what} is a {type(saved).__name__}, this release writes a {type(own).__name__}"
+        )
+    if isinstance(own, dict):
+        if set(saved) != set(own):
+            raise CheckpointError(f"checkpoint {path}: {what} has the fields {list(saved)}, expected {list(own)}")
+        for key, value in own.items():
+            _check_kind(path, f"{what}.{key}", saved[key], value)
+    elif isinstance(own, Tensor) and (saved.dtype != own.dtype or saved.shape != own.shape):
+        raise CheckpointError(
+            f"checkpoint {path}: {what} is {saved.dtype} {tuple(saved.shape)}, "
+            f"this run needs {own.dtype} {tuple(own.shape)}"
+        )
+
+
+def _check_history(path: Path, run: Mapping[str, Any], tasks: int) -> None:
+    """Losses are numbers, curve points (step, one number per task), counters not negative."""
+    if not all(isinstance(loss, float) for loss in run["losses"]):
+        raise CheckpointError(f"checkpoint {path}: run.losses holds something else than numbers")
+    for point in run["curve"]:
+        if not (isinstance(point, tuple) and len(point) == 2 and isinstance(point[0], int)):
+            raise CheckpointError(f"checkpoint {path}: run.curve holds {point!r}, expected (step, [ne per task])")
+        if not (isinstance(point[1], list) and len(point[1]) == tasks and all(isinstance(n, float) for n in point[1])):
+            raise CheckpointError(f"checkpoint {path}: run.curve at step {point[0]} has not {tasks} numbers")
+    if min(run["step"], run["samples"], run["seconds"]) < 0 or len(run["losses"]) != run["step"]:
+        raise CheckpointError(f"checkpoint {path}: step {run['step']} with {len(run['losses'])} losses")
+
+
 def _check_tensors(path: Path, part: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    if odd := sorted(set(saved) ^ set(own)):
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"checkpoint {path}: {part} is a {type(saved).__name__}, expected a state_dict")
+    if odd := sorted(set(saved) ^ set(own), key=str):
         where = "the checkpoint" if odd[0] in saved else "this run"
         raise CheckpointError(f"checkpoint {path}: {part}: only {where} has {odd[0]!r} ({len(odd)} such entries)")
     for name, value in own.items():
+        if not isinstance(saved[name], Tensor):
+            raise CheckpointError(f"checkpoint {path}: {part}: {name!r} is a {type(saved[name]).__name__}, no tensor")
         if saved[name].shape != value.shape or saved[name].dtype != value.dtype:
             raise CheckpointError(
                 f"checkpoint {path}: {part}: {name!r} is {saved[name].dtype} {tuple(saved[name].shape)}, "
@@ -174,11 +230,30 @@ def _check_tensors(path: Path, part: str, saved: Mapping[str, Any], own: Mapping
 
 
 def _check_optimizers(path: Path, saved: Mapping[str, Any], own: Mapping[str, Optimizer]) -> None:
-    if set(saved) != set(own):
-        raise CheckpointError(f"checkpoint {path}: optimisers {sorted(saved)}, this run has {sorted(own)}")
+    if not isinstance(saved, Mapping) or set(saved) != set(own):
+        theirs = list(saved) if isinstance(saved, Mapping) else saved
+        raise CheckpointError(f"checkpoint {path}: optimisers {theirs}, this run has {list(own)}")
     for name, optimizer in own.items():
-        counts = [[len(group["params"]) for group in s["param_groups"]] for s in (saved[name], optimizer.state_dict())]
-        if counts[0] != counts[1]:
-            raise CheckpointError(
-                f"checkpoint {path}: optimiser {name!r} has parameter groups of {counts[0]}, this run {counts[1]}"
-            )
+        where, groups = f"optimiser {name!r}", optimizer.state_dict()["param_groups"]
+        if not isinstance(saved[name], Mapping) or set(saved[name]) != {"state", "param_groups"}:
+            raise CheckpointError(f"checkpoint {path}: {where} is no state_dict of an optimiser")
+        saved_groups = saved[name]["param_groups"]
+        if not isinstance(saved_groups, list) or len(saved_groups) != len(groups):
+            raise CheckpointError(f"checkpoint {path}: {where} has not the {len(groups)} parameter groups of this run")
+        for i, (group, own_group) in enumerate(zip(saved_groups, groups, strict=True)):
+            _check_kind(path, f"{where}, group {i}", group, own_group)
+            if group["params"] != own_group["params"]:
+                raise CheckpointError(f"checkpoint {path}: {where}, group {i}: other parameters than this run's")
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        _check_optimizer_state(path, where, saved[name]["state"], parameters)
+
+
+def _check_optimizer_state(path: Path, where: str, state: Any, parameters: list[Tensor]) -> None:
+    """State of each parameter: tensors of its shape, of one number, or of one number per row."""
+    if not isinstance(state, Mapping) or not set(state) <= set(range(len(parameters))):
+        raise CheckpointError(f"checkpoint {path}: {where}: its state is not that of {len(parameters)} parameters")
+    for at, values in state.items():
+        shapes = (torch.Size(()), parameters[at].shape, parameters[at].shape[:1])
+        tensors = values.values() if isinstance(values, Mapping) else [None]
+        if not all(isinstance(x, Tensor) and x.is_floating_point() and x.shape in shapes for x in tensors):
+            raise CheckpointError(f"checkpoint {path}: {where}: the state of parameter {at} does not fit its shape")

@@ -53,14 +53,18 @@ class Metric(ABC):
         """Everything `load_state_dict` needs: plain tensors, an int and the task names."""
         return {"tasks": self.tasks, "samples": self.samples, **{name: x.clone() for name, x in self.sums.items()}}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore `state_dict()`. Raises ValueError when it belongs to other tasks or another metric."""
+    def check_state_dict(self, state: Mapping[str, object]) -> None:
+        """Raise ValueError unless `load_state_dict` would take `state`: that of these tasks and this metric."""
         expected = {"tasks", "samples", *self.sums}
         if set(state) != expected or tuple(state["tasks"]) != self.tasks:  # type: ignore[arg-type]
             raise ValueError(
                 f"the state has keys {sorted(state)} and tasks {state.get('tasks')}; "
                 f"{type(self).__name__} needs {sorted(expected)} and tasks {self.tasks}"
             )
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore `state_dict()`. Raises ValueError when it belongs to other tasks or another metric."""
+        self.check_state_dict(state)
         self.samples = int(state["samples"])  # type: ignore[call-overload]
         for name in self.sums:
             value = state[name]

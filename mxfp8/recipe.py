@@ -64,8 +64,8 @@ class CastSpec:
         object.__setattr__(self, "scale_rule", ScaleRule(get_scale_rule(self.scale_rule)).value)
         object.__setattr__(self, "rounding", Rounding(get_rounding(self.rounding)).value)
         object.__setattr__(self, "block", get_block(self.block))
-        if self.hadamard is not None and self.hadamard not in HADAMARD_SIZES:
-            raise ValueError(f"hadamard is {self.hadamard}: use None or one of {', '.join(map(str, HADAMARD_SIZES))}")
+        if self.hadamard is not None and not (type(self.hadamard) is int and self.hadamard in HADAMARD_SIZES):
+            raise ValueError(f"hadamard is {self.hadamard!r}: use None or one of {', '.join(map(str, HADAMARD_SIZES))}")
 
     @property
     def is_square(self) -> bool:
@@ -90,6 +90,8 @@ class GemmSpec:
             spec = getattr(self, side)
             if spec is not None and not isinstance(spec, CastSpec):
                 raise TypeError(f"{side} is {spec!r}: use a CastSpec, or None for high precision")
+        if not isinstance(self.skip, bool):
+            raise TypeError(f"skip is {self.skip!r}: use True or False")
 
     @property
     def is_hp(self) -> bool:
@@ -125,11 +127,13 @@ class LinearRecipe:
     save_activations: str = "mxfp8"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"recipe name is {self.name!r}: use text")
         for gemm in GEMMS:
             self._check(gemm, getattr(self, gemm))
         if self.save_activations not in ("mxfp8", "high_precision"):
             raise ValueError(f"save_activations is {self.save_activations!r}: use 'mxfp8' or 'high_precision'")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+        if type(self.seed) is not int or not 0 <= self.seed < 2**64:
             raise ValueError(f"seed is {self.seed!r}: use an int in 0..2**64-1")
         if any(s is not None and s.fmt == "e5m2" for s in (self.dgrad.lhs, self.wgrad.lhs)):
             warnings.warn(
@@ -205,20 +209,14 @@ class LinearRecipe:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LinearRecipe:
-        """Inverse of :meth:`to_dict`. ValueError names unknown or missing fields."""
-        values = dict(data)
-        _check_fields(cls, values, "recipe")
+        """Inverse of :meth:`to_dict`. TypeError names what is no mapping, ValueError unknown or missing fields."""
+        values = _checked_fields(cls, data, "recipe")
         for gemm in GEMMS:
             if gemm in values:
-                spec = dict(values[gemm])
-                _check_fields(GemmSpec, spec, gemm)
+                spec = _checked_fields(GemmSpec, values[gemm], gemm)
                 for side in ("lhs", "rhs"):
                     if spec.get(side) is not None:
-                        cast = dict(spec[side])
-                        _check_fields(CastSpec, cast, f"{gemm}.{side}")
-                        if "block" in cast:
-                            cast["block"] = tuple(cast["block"])
-                        spec[side] = CastSpec(**cast)
+                        spec[side] = CastSpec(**_checked_fields(CastSpec, spec[side], f"{gemm}.{side}"))
                 values[gemm] = GemmSpec(**spec)
         return cls(**values)
 
@@ -226,12 +224,15 @@ class LinearRecipe:
         return self.name
 
 
-def _check_fields(cls: type[Any], values: Mapping[str, Any], where: str) -> None:
+def _checked_fields(cls: type[Any], values: Any, where: str) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{where} is {values!r}: use a mapping of the fields of {cls.__name__}")
     known = {f.name for f in fields(cls)}
-    if unknown := sorted(set(values) - known):
+    if unknown := [key for key in values if key not in known]:
         raise ValueError(f"{where}: unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}")
     if cls is LinearRecipe and "name" not in values:
         raise ValueError(f"{where}: field 'name' is missing")
+    return dict(values)
 
 
 def mxfp8_rceil() -> LinearRecipe:

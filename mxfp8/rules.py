@@ -302,7 +302,11 @@ class PrecisionPolicy:
     @classmethod
     def from_json(cls, text: str) -> PrecisionPolicy:
         """ValueError for malformed JSON too, with line and column."""
-        return cls.from_dict(json.loads(text))
+        try:
+            data = json.loads(text)
+        except RecursionError:
+            raise ValueError("not a policy: the JSON is nested too deeply") from None
+        return cls.from_dict(data)
 
     def to_yaml(self) -> str:
         return str(yaml.safe_dump(self.to_dict(), sort_keys=False))
@@ -314,6 +318,9 @@ class PrecisionPolicy:
             data = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ValueError(f"not YAML: {error}") from error
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+            # PyYAML's constructors raise these for "!!timestamp x", "!!bool x", numbers out of range and deep nesting.
+            raise ValueError(f"not YAML: a value cannot be read ({type(error).__name__}: {error})") from error
         return cls.from_dict(data)
 
 

@@ -7,14 +7,14 @@ dequantisation, and the functions below the public ops see ordinary tensors only
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from mxfp8.formats import SCALE_DTYPE, BlockShape, ElementFormat, get_block, get_format
+from mxfp8.formats import BLOCK_SHAPES, SCALE_DTYPE, BlockShape, ElementFormat, get_block, get_format
 
 __all__ = ["MXTensor", "block_rc", "cat", "dequantize", "rounded", "scale_shape", "scale_values"]
 
@@ -34,7 +34,7 @@ def scale_shape(shape: Sequence[int], block: BlockShape, axis: int) -> tuple[int
 
 def check_axis(axis: int, ndim: int, block: BlockShape) -> None:
     """ValueError unless ``axis`` is -1 or -2 and a tensor of ``ndim`` dimensions has it."""
-    if axis not in (-1, -2):
+    if not isinstance(axis, int) or axis not in (-1, -2):
         raise ValueError(f"axis is {axis!r}: use -1 (blocks along the last dimension) or -2 (along the one before)")
     if ndim < 1:
         raise ValueError("a 0-dim tensor has no axis to scale along: reshape it to at least one dimension")
@@ -139,6 +139,8 @@ class MXTensor:
         for name, part in (("qdata", qdata), ("scale", scale)):
             if not isinstance(part, torch.Tensor):
                 raise TypeError(f"{name} is a {type(part).__name__}: use a tensor")
+            if part.layout != torch.strided:
+                raise TypeError(f"{name} has layout {part.layout}: use a dense tensor")
         if qdata.device != scale.device:
             raise ValueError(f"qdata is on {qdata.device}, scale on {scale.device}: move one of them")
         if qdata.dtype != form.dtype:
@@ -350,18 +352,20 @@ class MXTensor:
     @classmethod
     def from_parts(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> MXTensor:
         """Inverse of :meth:`to_parts`. ValueError naming what is missing or malformed."""
+        for name, part in (("tensors", tensors), ("metadata", metadata)):
+            if not isinstance(part, Mapping):
+                raise TypeError(f"{name} is a {type(part).__name__}: use a mapping, as to_parts gives it")
         missing = [k for k in ("qdata", "scale") if k not in tensors]
         missing += [k for k in ("fmt", "axis", "block") if k not in metadata]
         if missing:
             raise ValueError(f"not the parts of an MXTensor: {', '.join(missing)} missing")
-        try:
-            axis = int(metadata["axis"])
-            across, along = (int(n) for n in metadata["block"].split("x"))
-        except ValueError:
-            raise ValueError(
-                f"axis {metadata['axis']!r} and block {metadata['block']!r}: expected e.g. '-1' and '1x32'"
-            ) from None
-        return cls(tensors["qdata"], tensors["scale"], get_format(metadata["fmt"]), axis, (across, along))
+        axis, blocks = metadata["axis"], {f"{across}x{along}": (across, along) for across, along in BLOCK_SHAPES}
+        if not isinstance(axis, str) or axis not in ("-1", "-2"):
+            raise ValueError(f"axis is {axis!r}: use the text '-1' or '-2'")
+        if metadata["block"] not in list(blocks):
+            raise ValueError(f"block is {metadata['block']!r}: use one of {', '.join(map(repr, blocks))}")
+        block = blocks[metadata["block"]]
+        return cls(tensors["qdata"], tensors["scale"], get_format(metadata["fmt"]), int(axis), block)
 
     def __reduce__(self) -> tuple[Callable[..., MXTensor], tuple[Any, ...]]:
         # Neither pickle nor deepcopy knows float8 storages everywhere: bytes travel as uint8.

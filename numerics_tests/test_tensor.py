@@ -305,7 +305,7 @@ def test_safetensors(tmp_path: Path) -> None:
         ("scale, block missing", lambda t, m: (t.pop("scale"), m.pop("block"))),
         ("'32'", lambda t, m: m.update(block="32")),
         ("'one'", lambda t, m: m.update(axis="one")),
-        ("axis is 0", lambda t, m: m.update(axis="0")),
+        ("axis is '0'", lambda t, m: m.update(axis="0")),
         ("'e3m4'", lambda t, m: m.update(fmt="e3m4")),
         (r"needs \(32, 1\)", lambda t, m: t.update(scale=t["scale"][:1])),
     ],

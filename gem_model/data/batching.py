@@ -128,6 +128,8 @@ class KeyedJaggedTensor:
     def __init__(
         self, keys: Sequence[str], values: Tensor, lengths: Tensor, length_per_key: Sequence[int] | None = None
     ) -> None:
+        if isinstance(keys, str) or not isinstance(keys, Sequence) or not all(isinstance(key, str) for key in keys):
+            raise TypeError(f"KeyedJaggedTensor.keys must be a sequence of names, got {keys!r}")
         self.keys = tuple(keys)
         _require_tensor("KeyedJaggedTensor.values", values, torch.int64, 1)
         _require_tensor("KeyedJaggedTensor.lengths", lengths, torch.int64, 1)
@@ -140,8 +142,12 @@ class KeyedJaggedTensor:
         self.values = values
         self.lengths = lengths
         if length_per_key is None:
-            length_per_key = lengths.view(len(self.keys), -1).sum(dim=1).tolist()
-        self.length_per_key = tuple(int(n) for n in length_per_key)
+            length_per_key = lengths.reshape(len(self.keys), self.stride()).sum(dim=1).tolist()
+        if len(length_per_key) != len(self.keys) or not all(isinstance(n, int) for n in length_per_key):
+            raise ValueError(
+                f"KeyedJaggedTensor.length_per_key must be one integer for each of {self.keys}, got {length_per_key!r}"
+            )
+        self.length_per_key = tuple(length_per_key)
         if sum(self.length_per_key) != values.numel():
             raise ValueError(
                 f"KeyedJaggedTensor: lengths sum to {sum(self.length_per_key)} but there are {values.numel()} values"

@@ -140,10 +140,11 @@ def _read_ratings(
     for number, line in lines_after_header(path, header):
         try:
             user, item, rating, seconds = line.split(separator)
-            row = (int(user) if users is None else users[user], items[item], float(rating) / step, int(seconds))
+            owner = _whole_number(user) if users is None else users[user]
+            row = (owner, items[item], _decimal(rating) / step, _whole_number(seconds))
         except (ValueError, KeyError):
             corrupt_line(path, number, line, expected)
-        if row[2] not in range(1, levels + 1) or not 0 <= row[3] < MAX_SECONDS:
+        if row[2] not in range(1, levels + 1) or row[3] >= MAX_SECONDS:
             corrupt_line(path, number, line, expected)
         rows.append(row)
     if not rows:
@@ -160,7 +161,7 @@ def _read_users(path: Path) -> tuple[dict[str, int], list[int], list[str], list[
     occupations: list[str] = []
     for number, line in lines_after_header(path, USER_HEADER):
         fields = line.split("\t")
-        if len(fields) != 5 or fields[0] in index or not fields[1].isdecimal() or int(fields[1]) > 120:
+        if len(fields) != 5 or fields[0] in index or not _is_whole(fields[1]) or int(fields[1]) > 120:
             corrupt_line(path, number, line, expected)
         index[fields[0]] = len(index)
         ages.append(int(fields[1]))
@@ -179,7 +180,7 @@ def _read_items(path: Path) -> tuple[dict[str, int], list[int], list[list[str]]]
         if len(fields) != 4 or fields[0] in index:
             corrupt_line(path, number, line, expected)
         year = "0" if fields[2] in UNKNOWN_YEARS else fields[2]
-        if not year.isdecimal() or not _is_year(int(year)):
+        if not _is_whole(year) or not _is_year(int(year)):
             corrupt_line(path, number, line, expected)
         index[fields[0]] = len(index)
         years.append(int(year))
@@ -193,8 +194,11 @@ def _read_movies(path: Path) -> tuple[dict[str, int], list[int], list[list[str]]
     years: list[int] = []
     genres: list[list[str]] = []
     for number, line in lines_after_header(path, "movieId,title,genres"):
-        fields = next(csv.reader([line]), [])
-        if len(fields) != 3 or not fields[0].isdecimal() or fields[0] in index:
+        try:
+            fields = next(csv.reader([line]), [])
+        except csv.Error:  # a bare carriage return, or a field longer than csv allows
+            corrupt_line(path, number, line, expected)
+        if len(fields) != 3 or not _is_whole(fields[0]) or fields[0] in index:
             corrupt_line(path, number, line, expected)
         found = YEAR_AT_END.search(fields[1])
         year = int(found[1]) if found else 0
@@ -204,6 +208,23 @@ def _read_movies(path: Path) -> tuple[dict[str, int], list[int], list[list[str]]
         years.append(year)
         genres.append(fields[2].split("|"))
     return index, years, genres
+
+
+def _is_whole(text: str) -> bool:
+    """True for plain digits that fit int64; Python's int() takes signs, blanks, 1_0 and any length."""
+    return re.fullmatch(r"[0-9]{1,18}", text) is not None
+
+
+def _whole_number(text: str) -> int:
+    if not _is_whole(text):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def _decimal(text: str) -> float:
+    if re.fullmatch(r"[0-9]{1,18}(?:\.[0-9]{1,18})?", text) is None:
+        raise ValueError(f"{text!r} is no decimal number")
+    return float(text)
 
 
 def _is_year(year: int) -> bool:
