@@ -1,4 +1,4 @@
-"""The ``mxfp8`` command: what runs here, what a policy would do to a model, and an audit of it.
+"""The ``mxfp8`` command: what runs here, whether it is exact, what a policy would do to a model, and an audit of it.
 
 A model is named by a *factory*, ``module:function``: a function without arguments, importable from the current folder,
 that returns ``(model, batches, loss_fn)`` as :func:`mxfp8.audit` takes them. Wrong input gives one line on stderr and
@@ -139,14 +139,30 @@ def audit_command(
     typer.echo(json.dumps(report.to_jsonable(last)))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def validate(context: typer.Context) -> None:
-    """Run the numerics suite on this machine; further arguments go to pytest (``-k gemm``). GPU tests need a GPU."""
-    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
-    if missing:
-        typer.echo(f"error: {missing[0]} is not installed: pip install 'mxfp8[test]'", err=True)
+@app.command()
+def validate(
+    implementation: Annotated[
+        list[str] | None, typer.Option(help="a backend or a peer such as torchao; repeatable; default: our backends")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is a GPU")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of the drawn examples")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the certificate as JSON")] = None,
+    html_path: Annotated[Path | None, typer.Option("--html", help="write it as one HTML file")] = None,
+) -> None:
+    """Hold an implementation of MXFP8 to the contract, property by property, and write a certificate.
+
+    Exit code 0: every property passes, does not apply, or differs as agreed; 1: one fails; 2: it cannot run here. The
+    last line is JSON.
+    """
+    if importlib.util.find_spec("hypothesis") is None:
+        typer.echo("error: hypothesis is not installed: pip install 'mxfp8[validate]'", err=True)
         raise typer.Exit(2)
-    command = [sys.executable, "-m", "pytest", "--pyargs", "numerics_tests", *context.args]
+    # A program of its own: the suite stands above this package, which does not import it.
+    command = [sys.executable, "-m", "numerics_tests.validation", "--seed", str(seed)]
+    for name in implementation or []:
+        command += ["--implementation", name]
+    for option, value in (("--device", device), ("--json", json_path), ("--html", html_path)):
+        command += [option, str(value)] if value is not None else []
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 

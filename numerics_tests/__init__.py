@@ -1,1 +1,1 @@
-"""The validation suite of ``mxfp8``: run by pytest in a checkout and by ``mxfp8 validate`` on a user's GPU."""
+"""The validation suite of ``mxfp8``: tests for pytest, and the certificate of ``mxfp8 validate``."""

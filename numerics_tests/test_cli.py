@@ -1,7 +1,6 @@
 """The ``mxfp8`` command: what it prints and writes, and that wrong input is one line and exit code 2."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -127,18 +126,6 @@ def test_wrong_input_is_one_line_and_exit_code_2(run, tmp_path: Path, argv: tupl
 def test_debug_shows_where_it_arose(run) -> None:
     done = run("audit", "factories:broken", "--debug")
     assert isinstance(done.exception, ValueError)
-
-
-def test_validate_runs_the_suite_and_passes_arguments_and_exit_code_on(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = []
-
-    def fake_run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, returncode=3)
-
-    monkeypatch.setattr(subprocess, "run", fake_run)
-    assert run("validate", "-q", "-k", "gemm").exit_code == 3
-    assert commands == [[sys.executable, "-m", "pytest", "--pyargs", "numerics_tests", "-q", "-k", "gemm"]]
 
 
 def test_recsys_is_the_built_in_policy() -> None:

@@ -1,0 +1,1 @@
+"""One body of properties for every implementation of MXFP8, and the certificate. See docs/validation.md."""
