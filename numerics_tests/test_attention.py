@@ -250,3 +250,95 @@ def test_offsets_must_be_integers_and_activation_and_block_known():
         block_attention(x, x, x, cu, 2, block=0)
     with pytest.raises(ValueError, match="self-attention: q has 2 rows but k has 1"):
         block_attention(x, x[:1], x[:1], cu, 2)
+
+
+def test_samples_may_come_in_any_order():
+    """Permuting the sequences permutes outputs and gradients with them."""
+    q, k, v = operands()
+    cu = offsets(LEN_Q), offsets(LEN_K)
+    out = jagged_attention(q, k, v, *cu, 33, 40, window_size=(4, 3))
+    order = torch.randperm(len(LEN_Q), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def rows(cu_seq):
+        return torch.cat([torch.arange(cu_seq[i], cu_seq[i + 1]) for i in order])
+
+    at_q, at_k = rows(cu[0]), rows(cu[1])
+    moved = tuple(x.detach()[at].requires_grad_() for x, at in ((q, at_q), (k, at_k), (v, at_k)))
+    len_q, len_k = (tuple(lengths[i] for i in order) for lengths in (LEN_Q, LEN_K))
+    got = jagged_attention(*moved, offsets(len_q), offsets(len_k), 33, 40, window_size=(4, 3))
+    cotangent = torch.randn(out.shape, dtype=torch.float64)
+    assert_same((got,), (out[at_q],))
+    expected = torch.autograd.grad(out, (q, k, v), cotangent)
+    grads = torch.autograd.grad(got, moved, cotangent[at_q])
+    assert_same(grads, tuple(g[at] for g, at in zip(expected, (at_q, at_k, at_k), strict=True)))
+
+
+# One less than, equal to and one more than the tiles of 64 and 128 that kernels use, and of block_attention's default.
+AT_TILES = (63, 64, 65, 1, 127, 128, 129)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (63, 0), (64, 64)])
+def test_lengths_around_tile_sizes(window):
+    len_k = AT_TILES[::-1]  # so that query and key lengths meet a tile's edge from different sides
+    q, k, v = operands(AT_TILES, len_k)
+    out = jagged_attention(q, k, v, offsets(AT_TILES), offsets(len_k), 129, 129, window_size=window)
+    expected = softmax_oracle(q, k, v, AT_TILES, len_k, DIM**-0.5, window)
+    assert_same((out,), (expected,))
+    assert_same(gradients(out, (q, k, v)), gradients(expected, (q, k, v)))
+
+
+def test_default_blocks_around_their_size():
+    q, k, v = operands(AT_TILES, AT_TILES)
+    out = block_attention(q, k, v, offsets(AT_TILES), 129)
+    split = tuple(min(64, n - start) for n in AT_TILES for start in range(0, n, 64))
+    expected = softmax_oracle(q, k, v, split, split, DIM**-0.5)
+    assert_same((out,), (expected,))
+    assert_same(gradients(out, (q, k, v)), gradients(expected, (q, k, v)))
+
+
+@pytest.mark.parametrize("shift", [-30000.0, 30000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_whose_logits_are_all_far_from_zero(shift, dtype):
+    """Softmax does not see a shift of a whole row: without subtracting the row's own maximum it would be 0/0 or
+    Inf/Inf. Queries and keys are multiples of 2^-2, logits of 2^-6: exact beside the shift in float32 (ulp 2^-9)."""
+    q, k, v = operands(dtype=dtype)
+    with torch.no_grad():
+        q.copy_((q * 2).round().clamp(-4, 4) / 4)
+        k.copy_((k * 2).round().clamp(-4, 4) / 4)
+    cu = offsets(LEN_Q), offsets(LEN_K)
+    bias = torch.full((HEADS, 33, 40), shift)
+    out = jagged_attention(q, k, v, *cu, 33, 40, scale=0.25, bias=bias)
+    plain = jagged_attention(q, k, v, *cu, 33, 40, scale=0.25)
+    assert torch.equal(out, plain)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(out, (q, k, v)), gradients(plain, (q, k, v)), strict=True))
+    assert out.any()
+
+
+def honest(q, k, v, len_q, len_k):
+    """Attention sample by sample in the dtype of the inputs, each operation rounded to it."""
+    parts = []
+    for a, b, c in zip(q.split(len_q), k.split(len_k), v.split(len_k), strict=True):
+        logits = torch.einsum("ihd,jhd->hij", a, b) * DIM**-0.5
+        parts.append(torch.einsum("hij,jhd->ihd", logits.softmax(-1), c))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_errors_are_at_most_twice_those_of_the_honest_computation(dtype):
+    """The rule of FlashAttention's tests: against fp64 on the same inputs, the largest error of outputs and gradients
+    may be twice that of plain attention in the same dtype. Ours computes in fp32 inside, so it is far below."""
+    len_q = len_k = (5, 33, 64, 1, 31, 65)
+    q, k, v = operands(len_q, len_k, dtype=dtype)
+    cu = offsets(len_q)
+    ours = jagged_attention(q, k, v, cu, cu, 65, 65)
+    plain = honest(q, k, v, len_q, len_k)
+    wide = tuple(x.detach().double().requires_grad_() for x in (q, k, v))
+    exact = honest(*wide, len_q, len_k)
+    got, same_dtype = ((x, *gradients(x, (q, k, v))) for x in (ours, plain))
+    # One cotangent for all: the one the low-precision runs got, widened.
+    cotangent = torch.randn(exact.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
+    want = (exact, *torch.autograd.grad(exact, wide, cotangent.double()))
+    for a, b, e in zip(got, same_dtype, want, strict=True):
+        ours_error, honest_error = (a.double() - e).abs().max(), (b.double() - e).abs().max()
+        # Half a unit in the last place is the error of the answer itself, which no computation avoids.
+        assert ours_error <= 2 * honest_error + torch.finfo(dtype).eps / 2 * e.abs().max()
