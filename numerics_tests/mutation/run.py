@@ -110,8 +110,9 @@ def run(faults: Sequence[Fault], jobs: int) -> list[Outcome]:
                 outcome = done.result()
                 found[outcome.fault.name] = outcome
                 progress.update(bar, advance=1, description=outcome.fault.name)
-                if outcome.status != "caught":
-                    progress.console.print(f"{outcome.status}: {outcome.fault.name}", highlight=False)
+                if outcome.status != "caught" or not console.is_terminal:
+                    line = f"{len(found)}/{len(faults)} {outcome.status}: {outcome.fault.name}"
+                    progress.console.print(f"{line} ({outcome.seconds:.1f} s)", highlight=False)
     return [found[fault.name] for fault in faults]
 
 
