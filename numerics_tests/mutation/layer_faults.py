@@ -194,14 +194,8 @@ LAYER_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="copies_share_the_cache",
         file="mxfp8/linear.py",
-        old="class MXFP8GroupedLinear(nn.Module):",
-        new=(
-            'MXFP8Linear.__getstate__ = nn.Module.__getstate__ if hasattr(nn.Module, "__getstate__") '
-            "else object.__getstate__\n"
-            "\n"
-            "\n"
-            "class MXFP8GroupedLinear(nn.Module):"
-        ),
+        old='return {**self.__dict__, "_cache": WeightCache()}\n\n\ndef _rewrap(',
+        new="return dict(self.__dict__)\n\n\ndef _rewrap(",
         test="numerics_tests/test_linear.py::test_copies_compute_the_same_and_share_nothing",
         why="caches travel with copies and files",
     ),
