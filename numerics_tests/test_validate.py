@@ -56,9 +56,8 @@ def test_what_torchao_does_is_printed_minimally() -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     peer = load("torchao")
     assert smallest(peer, "scale_rceil_limits").endswith(": scale byte 0x76, expected 0x77")
-    assert smallest(peer, "rceil_never_clips").endswith(
-        "0x3fe00001 (1.75000012): maximum 1.75000012 above M times the scale, 1.75"
-    )
+    (clips,) = judge(BY_NAME["rceil_never_clips"], peer, agreed_for("torchao", "rceil_never_clips"))
+    assert clips.smallest.endswith(" 0x3fe00001 (1.75000012): maximum 1.75000012 above M times the scale, 1.75")
     half, flushed = (
         o.smallest for o in reversed(judge(BY_NAME["byte_zero"], peer, agreed_for("torchao", "byte_zero")))
     )
@@ -206,3 +205,15 @@ def test_what_is_not_available_is_one_line_and_exit_code_2(capsys: pytest.Captur
     assert main(["--implementation", "scaled_mm", "--device", "cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: not available here: scaled_mm on cpu")
+
+
+def test_the_guide_lists_every_property_and_difference(repo_root: Path) -> None:
+    text = (repo_root / "docs" / "validation.md").read_text()
+    assert [
+        p.name for p in PROPERTIES if f"| `{p.name}` | {p.statement.replace('|', chr(92) + '|')} |" not in text
+    ] == []
+    rows = [line for line in text.splitlines() if line.startswith(("| torchao | `", "| ml_dtypes | `", "| gfloat | `"))]
+    assert len(rows) == len(AGREED)
+    for entry, row in zip(AGREED, rows, strict=True):
+        assert row.startswith(f"| {entry.implementation} | `{entry.property}` | ")
+        assert row.endswith(f" | {entry.reason} |")

@@ -147,11 +147,17 @@ def _walk(
             if not covered:
                 unexpected = unexpected or case
         return found, unexpected
-    unexpected = _search(prop, implementation, lambda case: not any(a.covers(case) for a in agreed), seed)
-    return [_search(prop, implementation, entry.covers, seed) for entry in agreed], unexpected
+    unexpected = _search(
+        prop, implementation, lambda case: not any(a.covers(case) for a in agreed), seed, prop.examples
+    )
+    # An agreed difference must show whatever the seed: it is looked for ten times as long, until found.
+    shown = [_search(prop, implementation, entry.covers, seed, 10 * prop.examples) for entry in agreed]
+    return shown, unexpected
 
 
-def _search(prop: Property, implementation: Implementation, wanted: Callable[[Case], bool], seed: int) -> Case | None:
+def _search(
+    prop: Property, implementation: Implementation, wanted: Callable[[Case], bool], seed: int, examples: int
+) -> Case | None:
     """The smallest failing example that is wanted, by hypothesis."""
     check, strategy = prop.check, prop.strategy
     assert check is not None, f"{prop.name} is neither directed nor drawn"
@@ -162,7 +168,7 @@ def _search(prop: Property, implementation: Implementation, wanted: Callable[[Ca
         return case is not None and wanted(case)
 
     options = settings(
-        max_examples=prop.examples,
+        max_examples=examples,
         database=None,
         deadline=None,
         verbosity=Verbosity.quiet,

@@ -38,16 +38,17 @@ class Block:
         return Case(said=said, values=self.values, fmt=self.fmt, rule=self.rule)
 
 
+_SPECIAL = (1.0, 1.5, 1.75, JUST_ABOVE, 1.9375, 0.0)
+
+
 @st.composite
 def _values(draw: st.DrawFn, low: int, high: int) -> tuple[float, ...]:
-    """Up to 32 float32 numbers within 24 binades below a drawn exponent in low..high, or zeros."""
-    top = draw(st.integers(0, high - low).map(lambda k: min(max(k // 2 if k % 2 == 0 else -(k + 1) // 2, low), high)))
-    mantissa = st.one_of(
-        st.sampled_from((1.0, 1.5, 1.75, JUST_ABOVE, 1.9375, 0.0)), st.floats(1.0, 2.0, width=32, exclude_max=True)
-    )
-    number = st.tuples(mantissa, st.integers(0, 24), st.booleans())
-    drawn = draw(st.lists(number, max_size=32))
-    values = [float(np.ldexp(m, top - down)) * (-1 if minus else 1) for m, down, minus in drawn]
+    """A peak with an exponent in low..high, and up to 31 numbers below it or zero."""
+    exponent = draw(st.integers(low, high))
+    significand = st.one_of(st.sampled_from(_SPECIAL), st.floats(1.0, 2.0, width=32, exclude_max=True))
+    below = st.tuples(significand, st.integers(1, 24), st.booleans())
+    numbers = [(draw(significand), 0, draw(st.booleans())), *draw(st.lists(below, max_size=31))]
+    values = [float(np.ldexp(m, exponent - down)) * (-1 if minus else 1) for m, down, minus in numbers]
     return tuple(float(np.float32(v)) for v in values)
 
 
@@ -169,8 +170,9 @@ def _law(
     )
 
 
-# Exponents to draw from; the maximum lies up to 24 below. NORMAL keeps 2^-7 and 2^20 times it where neither scale byte
-# nor float32 input leaves its range under the laws; WIDE is every float32 whose cast does not exceed float32.
+# Exponents of the peak; where that is zero, the maximum lies up to 24 below. NORMAL keeps 2^-7 and 2^20 times it where
+# neither scale byte nor float32 input leaves its range under the laws; WIDE is every float32 whose cast does not exceed
+# float32.
 NORMAL, WIDE = (-78, 100), (-149, 126)
 
 LAWS: tuple[Property, ...] = (

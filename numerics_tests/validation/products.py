@@ -138,6 +138,15 @@ def scales_factor_out(implementation: Implementation) -> Iterator[Case]:
             yield from _compare(got, base * 2.0**k, 0.0, f"scales of a plus {k}", fmt)
 
 
+def extreme_scales(implementation: Implementation) -> Iterator[Case]:
+    """Scale byte 0 against byte 254: 2^-127 times 2^127 is 1, and neither is zero. Dequantised, all are float32."""
+    for fmt in implementation.capabilities.formats:
+        values = np.array([0.25, 0.5, 0.75, 1.0])[:, None].repeat(32, axis=1)
+        (a, va), (b, vb) = (operand(values, np.full((4, 1), byte), fmt) for byte in (0, 254))
+        got = implementation.gemm(a, b, torch.float32)
+        yield from _compare(got, va @ vb.T, 0.0, "scale bytes 0x00 and 0xfe, M=N=4 K=32", fmt)
+
+
 def rows_permute(implementation: Implementation) -> Iterator[Case]:
     """Permuted rows of either operand permute the result within the bound (tiling may change the order of sums)."""
     fmt = implementation.capabilities.formats[0]
@@ -159,6 +168,7 @@ PRODUCTS: tuple[Property, ...] = tuple(
         ("gemm_empty", "M, N or K of zero give the right shape and zeros", "gemm", degenerate),
         ("gemm_nan", "NaN spreads over its row and no further", "gemm", nan_spreads),
         ("gemm_scales", "scales factor out of the product exactly", "gemm", scales_factor_out),
+        ("gemm_extreme_scales", "scale byte 0 times scale byte 254 is 1", "gemm", extreme_scales),
         ("gemm_rows", "permuted rows permute the product", "gemm", rows_permute),
     )
 )
