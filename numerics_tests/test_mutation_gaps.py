@@ -11,6 +11,7 @@ from gem_model.config import get_config
 from gem_model.data import load
 from gem_model.jobs import build_model
 from gem_model.train import TrainConfig, Trainer
+from mxfp8 import observe
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -38,3 +39,17 @@ def test_a_checkpoint_brings_torchs_generator_back(tmp_path: Path) -> None:
     torch.manual_seed(0)
     load_checkpoint(tmp_path / "c.pt", trainer)
     assert torch.equal(torch.rand(5), wanted)
+
+
+def test_watching_ends_with_its_block_and_only_for_its_observer() -> None:
+    layer, x = mxfp8.MXFP8Linear(32, 32), torch.randn(4, 32)
+    outer: list[observe.Event] = []
+    inner: list[observe.Event] = []
+    with observe.subscribe(outer.append):
+        with observe.subscribe(inner.append):
+            layer(x)
+        layer(x)
+    layer(x)
+    each = 4  # casts of the input for fprop and for wgrad, of the weight for fprop, and one GEMM
+    assert (len(inner), len(outer)) == (each, 2 * each)
+    assert not observe.active()

@@ -356,7 +356,7 @@ LAYER_FAULTS: tuple[Fault, ...] = (
         file="mxfp8/observe.py",
         old="_observers.remove(observer)",
         new="_observers.reverse()",
-        test="numerics_tests/test_audit.py::test_the_user_model_is_left_alone",
+        test="numerics_tests/test_mutation_gaps.py::test_watching_ends_with_its_block_and_only_for_its_observer",
         why="watching never ends",
     ),
     Fault(
