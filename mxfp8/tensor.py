@@ -139,7 +139,8 @@ class MXTensor:
         for name, part in (("qdata", qdata), ("scale", scale)):
             if not isinstance(part, torch.Tensor):
                 raise TypeError(f"{name} is a {type(part).__name__}: use a tensor")
-            if part.layout != torch.strided:
+            # torch.compile cannot read the layout inside a backward pass; what it traces is dense.
+            if not torch.compiler.is_compiling() and part.layout != torch.strided:
                 raise TypeError(f"{name} has layout {part.layout}: use a dense tensor")
         if qdata.device != scale.device:
             raise ValueError(f"qdata is on {qdata.device}, scale on {scale.device}: move one of them")
