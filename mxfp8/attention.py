@@ -6,7 +6,7 @@ an upper bound on the lengths. Names and the meaning of `window_size` are those 
 A sample of length zero is legal, and so is an empty batch. The output is [rows_q, heads, dim_v] in the dtype of `v`.
 
 Numerics: high precision only. Logits, softmax and sums are fp32 (fp64 for fp64 inputs), also under autocast. The one
-value of `recipe` is None.
+value of `recipe` is None. `backend` is "auto", or a name that runs or raises RuntimeError with the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxfp8.reference import attention as reference
+from mxfp8 import dispatch
+from mxfp8.reference.attention import ACTIVATIONS
 
 __all__ = ["block_attention", "generalized_attention", "jagged_attention"]
 
@@ -31,6 +32,7 @@ def jagged_attention(
     window_size: tuple[int, int] = (-1, -1),
     bias: Tensor | None = None,
     recipe: None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Softmax attention inside each sample: out_i = sum_j softmax_j(scale * q_i . k_j + bias_ij) v_j.
 
@@ -51,9 +53,9 @@ def jagged_attention(
     left, right = window_size
     if bias is not None:
         _check_bias(bias, q.shape[1], max_q, max_k)
-    return reference.jagged_attention(
-        q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=(left, right), bias=bias
-    )
+    run = dispatch.resolve("jagged_attention", backend, q.device)
+    out: Tensor = run(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=(left, right), bias=bias)
+    return out
 
 
 def generalized_attention(
@@ -67,6 +69,7 @@ def generalized_attention(
     activation: str = "gelu",
     scale: float = 1.0,
     recipe: None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Generalised dot-product attention inside each sample: out_i = sum_j activation(scale * q_i . k_j) v_j.
 
@@ -81,15 +84,22 @@ def generalized_attention(
     _check_offsets("q", cu_seq_q, q.shape[0], max_q)
     _check_offsets("k", cu_seq_k, k.shape[0], max_k)
     _check_same_batch(cu_seq_q, cu_seq_k)
-    if activation not in reference.ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; choose one of {sorted(reference.ACTIVATIONS)}")
-    return reference.generalized_attention(
-        q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, activation=activation, scale=scale
-    )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; choose one of {sorted(ACTIVATIONS)}")
+    run = dispatch.resolve("generalized_attention", backend, q.device)
+    out: Tensor = run(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, activation=activation, scale=scale)
+    return out
 
 
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seq: Tensor, max_len: int, block: int = 64, recipe: None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seq: Tensor,
+    max_len: int,
+    block: int = 64,
+    recipe: None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Softmax self-attention inside fixed blocks of `block` tokens, counted from the start of each sample.
 
@@ -105,7 +115,9 @@ def block_attention(
     _check_offsets("", cu_seq, q.shape[0], max_len)
     if block < 1:
         raise ValueError(f"block must be at least 1 token, got {block}")
-    return reference.block_attention(q, k, v, cu_seq, max_len, block=block)
+    run = dispatch.resolve("block_attention", backend, q.device)
+    out: Tensor = run(q, k, v, cu_seq, max_len, block=block)
+    return out
 
 
 def _check_recipe(recipe: object) -> None:

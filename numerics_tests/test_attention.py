@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxfp8 import attention
+from mxfp8 import attention, dispatch
 from mxfp8.attention import block_attention, generalized_attention, jagged_attention
 from mxfp8.reference import attention as reference
 
@@ -206,7 +206,7 @@ def test_a_nan_stays_in_its_own_sample():
 def test_contract_and_reference_agree_on_names_and_defaults(name):
     public = inspect.signature(getattr(attention, name)).parameters.values()
     meaning = inspect.signature(getattr(reference, name)).parameters.values()
-    shared = [(p.name, p.default) for p in public if p.name != "recipe"]
+    shared = [(p.name, p.default) for p in public if p.name not in ("recipe", "backend")]  # not a backend's business
     assert shared == [(p.name, p.default) for p in meaning]
 
 
@@ -342,3 +342,22 @@ def test_errors_are_at_most_twice_those_of_the_honest_computation(dtype):
         ours_error, honest_error = (a.double() - e).abs().max(), (b.double() - e).abs().max()
         # Half a unit in the last place is the error of the answer itself, which no computation avoids.
         assert ours_error <= 2 * honest_error + torch.finfo(dtype).eps / 2 * e.abs().max()
+
+
+def test_backends_are_chosen_by_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`backend` reaches the dispatch table: the function found there runs, and its result comes back."""
+    q, k, v = operands()
+    cu_q, cu_k, longest = offsets(LEN_Q), offsets(LEN_K), max(*LEN_Q, *LEN_K)
+    calls = {
+        "jagged_attention": lambda b: jagged_attention(q, k, v, cu_q, cu_k, longest, longest, backend=b),
+        "generalized_attention": lambda b: generalized_attention(q, k, v, cu_q, cu_k, longest, longest, backend=b),
+        "block_attention": lambda b: block_attention(q, q, q, cu_q, longest, backend=b),
+    }
+    for op, call in calls.items():
+        planted = torch.full((1,), 7.0)
+        assert torch.equal(call("auto"), call("reference"))
+        assert dispatch.chosen()[op, "cpu"] == "reference"
+        with pytest.raises(RuntimeError, match=f"{op}: backend 'hopper' cannot run on cpu: no hopper kernel"):
+            call("hopper")
+        monkeypatch.setitem(dispatch._functions, (op, "reference"), lambda *args, planted=planted, **kw: planted)
+        assert call("auto") is planted
