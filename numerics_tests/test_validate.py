@@ -19,6 +19,8 @@ from numerics_tests.validation.certificate import PROPERTIES, certify, document
 from numerics_tests.validation.implementation import NAMES, Capabilities, UnavailableError, load
 from numerics_tests.validation.own import Backend
 
+CPU = torch.device("cpu")
+
 BY_NAME = {prop.name: prop for prop in PROPERTIES}
 PEERS = ("torchao", "ml_dtypes", "gfloat")
 each_property = pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
@@ -42,7 +44,7 @@ def test_reference_has_every_property(prop: Property, device: torch.device) -> N
 def test_peer_differs_as_agreed_and_no_further(peer: str, prop: Property) -> None:
     """An agreed difference that no longer shows fails too, so the table follows the installed release."""
     pytest.importorskip(peer, reason=f"{peer} is not installed")
-    entries = agreed_for(peer, prop.name)
+    entries = agreed_for(peer, prop.name, CPU)
     outcomes = judge(prop, load(peer), entries)
     if entries:
         assert [(o.result, o.reason) for o in outcomes] == [(DIFFERS, entry.reason) for entry in entries]
@@ -56,14 +58,14 @@ def test_what_torchao_does_is_printed_minimally() -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     peer = load("torchao")
     assert smallest(peer, "scale_rceil_limits").endswith(": scale byte 0x76, expected 0x77")
-    (clips,) = judge(BY_NAME["rceil_never_clips"], peer, agreed_for("torchao", "rceil_never_clips"))
+    (clips,) = judge(BY_NAME["rceil_never_clips"], peer, agreed_for("torchao", "rceil_never_clips", CPU))
     assert clips.smallest.endswith(" 0x3fe00001 (1.75000012): maximum 1.75000012 above M times the scale, 1.75")
     half, flushed = (
-        o.smallest for o in reversed(judge(BY_NAME["byte_zero"], peer, agreed_for("torchao", "byte_zero")))
+        o.smallest for o in reversed(judge(BY_NAME["byte_zero"], peer, agreed_for("torchao", "byte_zero", CPU)))
     )
     assert half.endswith("element 0x76 with scale byte 0x00, expected 0x7e with 0x00")
     assert flushed.endswith("element 0x00 with scale byte 0x00, expected 0x7e with 0x00")
-    infinities = [o.smallest for o in judge(BY_NAME["inf_block"], peer, agreed_for("torchao", "inf_block"))]
+    infinities = [o.smallest for o in judge(BY_NAME["inf_block"], peer, agreed_for("torchao", "inf_block", CPU))]
     assert [f"scale byte 0x{byte:02x}" in text for byte, text in zip((254, 247), infinities, strict=True)] == [True] * 2
 
 

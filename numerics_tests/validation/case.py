@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from hypothesis import HealthCheck, Verbosity, find, settings
 from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import SearchStrategy
@@ -85,12 +86,13 @@ class Property:
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
     """A difference of a peer that is known and has a reason. ``covers`` says of which cases, so that anything else that
-    breaks the same property still counts as a failure."""
+    breaks the same property still counts as a failure; ``on``, on which devices it is expected to show."""
 
     implementation: str
     property: str
     reason: str
     covers: Callable[[Case], bool] = field(default=lambda case: True)
+    on: Callable[[torch.device], bool] = field(default=lambda device: True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,9 @@ def certify(implementation: Implementation, seed: int = 0) -> Certificate:
     outcomes = tuple(
         outcome
         for prop in PROPERTIES
-        for outcome in judge(prop, implementation, agreed_for(implementation.name, prop.name), seed)
+        for outcome in judge(
+            prop, implementation, agreed_for(implementation.name, prop.name, implementation.device), seed
+        )
     )
     common = {"torch": torch.__version__, "python": platform.python_version()}
     return Certificate(

@@ -1,4 +1,7 @@
-"""Peers that need a GPU: Triton's ``dot_scaled``, torch's 1x32 ``scaled_mm``, Transformer Engine. Not run by us yet."""
+"""Peers that need a GPU: Triton's ``dot_scaled``, torch's 1x32 ``scaled_mm``, Transformer Engine.
+
+Only the first was run by us.
+"""
 
 from __future__ import annotations
 
