@@ -18,7 +18,7 @@ from mxfp8.formats import (
 from mxfp8.rng import RngKey
 from mxfp8.tensor import MXTensor, block_rc, check_axis
 
-__all__ = ["gemm", "grouped_gemm", "hadamard", "quantize"]
+__all__ = ["gemm", "grouped_gemm", "hadamard", "quantize", "quantize_both"]
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,6 +80,45 @@ def quantize(
             x, axis=axis, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite
         )
     return MXTensor(qdata, scale, form, axis, block)
+
+
+def quantize_both(
+    x: torch.Tensor,
+    fmt: str | ElementFormat = "e4m3",
+    block: BlockShape = (1, 32),
+    column_block: BlockShape | None = None,
+    scale_rule: str | ScaleRule = "rceil",
+    backend: str = "auto",
+    *,
+    satfinite: bool = False,
+) -> tuple[MXTensor, MXTensor]:
+    """Quantise ``x`` along its rows and along its columns, reading it once: what a training step needs of a tensor that
+    is multiplied in two directions.
+
+    Args:
+        x: as :func:`quantize`, with at least two dimensions.
+        block: of the copy along axis -1.
+        column_block: of the copy along axis -2; default: ``block``.
+        fmt, scale_rule, backend, satfinite: of both, as :func:`quantize`.
+
+    Returns:
+        ``(quantize(x, -1, ..., block), quantize(x, -2, ..., column_block))``, bit for bit.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize`; a tensor of fewer than two dimensions.
+
+    **Numerics.** As :func:`quantize`, to nearest.
+    """
+    _check_float("quantize_both", x)
+    block = get_block(block)
+    column_block = block if column_block is None else get_block(column_block)
+    if x.ndim < 2:
+        raise ValueError(f"quantize_both takes at least two dimensions, not shape {tuple(x.shape)}: use quantize")
+    form, rule = get_format(fmt), get_scale_rule(scale_rule)
+    run = dispatch.resolve("quantize_both", backend, x.device)
+    with torch.no_grad():
+        q, s, t, u = run(x, fmt=form, block=block, column_block=column_block, scale_rule=rule, satfinite=satfinite)
+    return MXTensor(q, s, form, -1, block), MXTensor(t, u, form, -2, column_block)
 
 
 def hadamard(x: torch.Tensor, axis: int = -1, size: int = 32, seed: int = 0, backend: str = "auto") -> torch.Tensor:

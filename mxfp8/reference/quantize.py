@@ -15,7 +15,7 @@ from mxfp8.reference.random import random_bits
 from mxfp8.rng import RngKey
 from mxfp8.tensor import block_rc, scale_shape
 
-__all__ = ["quantize", "scale_byte"]
+__all__ = ["quantize", "quantize_both", "scale_byte"]
 
 _INF_BITS = 0x7F800000
 _MANTISSA_MASK = 0x007FFFFF
@@ -41,6 +41,29 @@ def quantize(
         q, s = _quantize_blocks(x[None], rows, cols, fmt, scale_rule, rounding, key, satfinite)
         return q[0], s[0]
     return _quantize_blocks(x, rows, cols, fmt, scale_rule, rounding, key, satfinite)
+
+
+def quantize_both(
+    x: torch.Tensor,
+    *,
+    fmt: ElementFormat,
+    block: BlockShape,
+    column_block: BlockShape,
+    scale_rule: ScaleRule,
+    satfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(qdata, scale)`` along -1 and ``(qdata, scale)`` along -2; contract in :func:`mxfp8.quantize_both`."""
+    rows = quantize(
+        x, axis=-1, fmt=fmt, block=block, scale_rule=scale_rule, rounding=Rounding.NEAREST, key=None,
+        satfinite=satfinite,
+    )  # fmt: skip
+    if block == column_block and block[0] == block[1]:
+        return *rows, *rows
+    columns = quantize(
+        x, axis=-2, fmt=fmt, block=column_block, scale_rule=scale_rule, rounding=Rounding.NEAREST, key=None,
+        satfinite=satfinite,
+    )  # fmt: skip
+    return *rows, *columns
 
 
 def _quantize_blocks(

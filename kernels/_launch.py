@@ -1,0 +1,97 @@
+"""Launch a compiled kernel again for a few microseconds instead of twenty.
+
+Triton's own launch inspects every argument each time, to find out which compiled version fits. A caller here names the
+version with a hashable ``key`` instead: everything that the arguments' types, alignment and constants depend on. The
+first launch goes through Triton; later ones with the same key hand the arguments to the driver directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+
+from ._device import INTERPRETED
+
+# The driver's entry point is private and has changed between releases: elsewhere Triton's own launch is used.
+_DIRECT = triton.__version__.startswith("3.6.") and not INTERPRETED
+_compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+_LIMIT = 8192  # versions are few, keys are one per shape: forget them all before they become a leak
+_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def empty(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Uninitialised bytes (uint8). The allocation that compiled graphs use costs a third of ``torch.empty``."""
+    if _empty_strided_cuda is not None and device.type == "cuda" and torch._C._cuda_getDevice() == device.index:
+        out: torch.Tensor = _empty_strided_cuda(size, stride, torch.uint8)
+        return out
+    return torch.empty_strided(size, stride, dtype=torch.uint8, device=device)
+
+
+def launch(
+    kernel: Any,
+    key: Hashable,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    constants: Mapping[str, Any],
+    device: torch.device,
+    **options: Any,
+) -> None:
+    """Run ``kernel[grid](*args, **constants, **options)`` on ``device``'s current stream.
+
+    Args:
+        kernel: a ``triton.jit`` or ``gluon.jit`` function whose compile-time parameters come last, in the order of
+            ``constants``.
+        key: with ``kernel``, the constants and the device it determines the compiled version: dtypes, and for each
+            pointer and int what Triton specialises on (divisibility by 16, being 1, needing 64 bits). Shapes and
+            strides themselves will do.
+        options: ``num_warps``, ``num_stages`` and the like.
+    """
+    index = device.index
+    found = _compiled.get((kernel, key, index))
+    if found is not None and not knobs.runtime.launch_enter_hook.calls:
+        compiled, values = found
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if torch._C._cuda_getDevice() == index:
+            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *values)
+            return
+        with torch.cuda.device(index):
+            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *values)
+        return
+    if grid[0] * grid[1] * grid[2] == 0:
+        return
+    with torch.cuda.device(index if device.type == "cuda" else -1):
+        compiled = kernel[grid](*args, **constants, **options)
+    if _DIRECT:
+        if len(_compiled) >= _LIMIT:
+            _compiled.clear()
+        _compiled[kernel, key, index] = compiled, tuple(constants.values())
+
+
+def aligned(*tensors: torch.Tensor) -> int:
+    """Which of the tensors start at a multiple of 16 bytes, as a bit mask: a part of a launch key."""
+    mask = 0
+    for i, tensor in enumerate(tensors):
+        mask |= (tensor.data_ptr() % 16 == 0) << i
+    return mask
+
+
+def triton_why_not(kind: str, least: tuple[int, int] = (8, 0), exactly: tuple[int, int] | None = None) -> str | None:
+    """Why plain Triton kernels cannot run on a device type: no GPU, or an older one; on a CPU only interpreted."""
+    if kind == "cpu":
+        return None if INTERPRETED and exactly is None else "needs a CUDA GPU (on CPU: tests set TRITON_INTERPRET=1)"
+    if kind != "cuda":
+        return f"needs a CUDA GPU, not {kind}"
+    if INTERPRETED:
+        return "TRITON_INTERPRET is set: kernels of this process run on CPU tensors"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA GPU"
+    have = torch.cuda.get_device_capability()
+    if exactly is not None and have != exactly:
+        return f"made for compute capability {exactly[0]}.{exactly[1]}; this GPU has {have[0]}.{have[1]}"
+    if have < least:
+        return f"needs compute capability {least[0]}.{least[1]} or later; this GPU has {have[0]}.{have[1]}"
+    return None
