@@ -52,7 +52,14 @@ def plant(name: str | None) -> Iterator[None]:
     if broken is None:
         yield
         return
-    with mock.patch.object(mxfp8.ops, "quantize", functools.partial(broken, mxfp8.ops.quantize)):
+    quantize = functools.partial(broken, mxfp8.ops.quantize)
+
+    def quantize_both(
+        x: Tensor, fmt: str, block: tuple[int, int], column_block: tuple[int, int], scale_rule: str
+    ) -> tuple[MXTensor, MXTensor]:
+        return quantize(x, -1, fmt, block, scale_rule), quantize(x, -2, fmt, column_block, scale_rule)
+
+    with mock.patch.multiple(mxfp8.ops, quantize=quantize, quantize_both=quantize_both):
         yield
 
 

@@ -250,7 +250,7 @@ def quantize_both(
     scale_rule: Any,
     satfinite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(qdata, scale)`` along -1 in ``block`` and ``(qdata, scale)`` along -2 in ``column_block``, reading ``x`` once."""
+    """``(qdata, scale)`` along -1 in ``block`` and along -2 in ``column_block``, reading ``x`` once."""
     x = readable(x)
     FMT, RULE = element_codes(fmt, scale_rule)
     plan = _plan(x.shape, x.stride(), x.itemsize, block, column_block, FMT, RULE, satfinite)

@@ -7,7 +7,7 @@ from mxfp8.description import describe
 from mxfp8.dispatch import explain, is_available
 from mxfp8.formats import E4M3, E5M2, ElementFormat, Rounding, ScaleRule
 from mxfp8.linear import MXFP8GroupedLinear, MXFP8Linear
-from mxfp8.ops import gemm, grouped_gemm, hadamard, quantize
+from mxfp8.ops import gemm, grouped_gemm, hadamard, quantize, quantize_both
 from mxfp8.policy import convert
 from mxfp8.recipe import RECIPES, CastSpec, GemmSpec, LinearRecipe, get_recipe
 from mxfp8.rng import RngKey, get_step, set_step
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     # formats and casts
     "E4M3", "E5M2", "ElementFormat", "MXTensor", "RngKey", "Rounding", "ScaleRule", "cat", "hadamard", "quantize",
+    "quantize_both",
     # matrix products and attention
     "block_attention", "gemm", "generalized_attention", "grouped_gemm", "jagged_attention",
     # modules and their recipes

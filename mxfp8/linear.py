@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -48,7 +48,7 @@ class _Plan:
 
     def cast(self, x: torch.Tensor, gemm: str, operand: str, axis: int, row_offset: int = 0) -> Operand:
         """Cast ``x`` as the recipe says for this operand of this GEMM; unchanged if it stays in high precision."""
-        spec: CastSpec | None = getattr(getattr(self.recipe, gemm), "rhs" if _is_rhs(gemm, operand) else "lhs")
+        spec = self.spec(gemm, operand)
         if spec is None:
             return x
         if spec.hadamard is not None:
@@ -61,6 +61,23 @@ class _Plan:
         q = ops.quantize(x, axis, spec.fmt, spec.block, spec.scale_rule, spec.rounding, key)
         self.watch_cast(gemm, operand, x, q)
         return q
+
+    def cast_both(self, x: torch.Tensor, rows: tuple[str, str], columns: tuple[str, str]) -> tuple[Operand, Operand]:
+        """``x`` cast along its rows for one GEMM's operand and along its columns for another's, in one pass if the two
+        casts differ in nothing but their blocks."""
+        first, second = self.spec(*rows), self.spec(*columns)
+        if first is None or second is None or not _fuse(first, second):
+            return self.cast(x, *rows, axis=-1), self.cast(x, *columns, axis=-2)
+        q, t = ops.quantize_both(x, first.fmt, first.block, second.block, first.scale_rule)
+        self.watch_cast(*rows, x, q)
+        if columns != ("wgrad", "input") or not self.recipe.shares_input:  # else one copy, used twice
+            self.watch_cast(*columns, x, t)
+        return q, t
+
+    def spec(self, gemm: str, operand: str) -> CastSpec | None:
+        """The cast of an operand of a GEMM, None if it stays in high precision."""
+        found: CastSpec | None = getattr(getattr(self.recipe, gemm), "rhs" if _is_rhs(gemm, operand) else "lhs")
+        return found
 
     def watch_cast(self, gemm: str, operand: str, x: torch.Tensor, q: MXTensor) -> None:
         if observe.active():
@@ -85,6 +102,12 @@ def _stream(layer: str, operand: int) -> int:
     return (zlib.crc32(layer.encode()) + operand) % 2**32
 
 
+def _fuse(first: CastSpec, second: CastSpec) -> bool:
+    """Whether one pass can make both casts of a tensor: they may differ in their blocks alone."""
+    plain = first.rounding == "nearest" and first.hadamard is None
+    return plain and replace(first, block=second.block) == second
+
+
 def _is_rhs(gemm: str, operand: str) -> bool:
     return operand == "weight" or (gemm, operand) == ("wgrad", "input")
 
@@ -101,14 +124,17 @@ class _LinearFunction(torch.autograd.Function):
         w_fprop, w_dgrad = _unpack_weights(plan, weight, weights)
 
         # === fprop: Y[M,N] = X[M,K] @ W[N,K]^T + bias
-        x_fprop = plan.cast(x, "fprop", "input", axis=-1)
+        saves_mx = plan.needs_wgrad and recipe.saves_mx_activations
+        if saves_mx:
+            x_fprop, x_wgrad = plan.cast_both(x, ("fprop", "input"), ("wgrad", "input"))
+        else:
+            x_fprop = plan.cast(x, "fprop", "input", axis=-1)
         y = plan.gemm("fprop", x_fprop, w_fprop, x.dtype, bias)
 
         saved: list[torch.Tensor] = []
         if plan.needs_dgrad:
             saved += [w_dgrad.qdata, w_dgrad.scale_bytes] if isinstance(w_dgrad, MXTensor) else [w_dgrad]
-        if plan.needs_wgrad and recipe.saves_mx_activations:
-            x_wgrad = x_fprop if recipe.shares_input else plan.cast(x, "wgrad", "input", axis=-2)
+        if saves_mx:
             assert isinstance(x_wgrad, MXTensor)
             saved += [x_wgrad.qdata, x_wgrad.scale_bytes]
         elif plan.needs_wgrad:
@@ -124,18 +150,26 @@ class _LinearFunction(torch.autograd.Function):
         plan: _Plan = ctx.plan
         recipe, saved = plan.recipe, list(ctx.saved_tensors)
         dx = dw = db = None
+        dy_dgrad: Operand = dy
+        dy_wgrad: Operand = dy
+        if plan.needs_dgrad and plan.needs_wgrad:
+            dy_dgrad, dy_wgrad = plan.cast_both(dy, ("dgrad", "grad_output"), ("wgrad", "grad_output"))
+        elif plan.needs_dgrad:
+            dy_dgrad = plan.cast(dy, "dgrad", "grad_output", axis=-1)
+        elif plan.needs_wgrad:
+            dy_wgrad = plan.cast(dy, "wgrad", "grad_output", axis=-2)
 
         # === dgrad: dX[M,K] = dY[M,N] @ W[N,K]
         if plan.needs_dgrad:
             w_dgrad = _restore(saved, recipe.dgrad.rhs, -2)
-            dx = plan.gemm("dgrad", plan.cast(dy, "dgrad", "grad_output", axis=-1), w_dgrad.mT, ctx.x_dtype)
+            dx = plan.gemm("dgrad", dy_dgrad, w_dgrad.mT, ctx.x_dtype)
 
         # === wgrad: dW[N,K] = dY[M,N]^T @ X[M,K]
         if plan.needs_wgrad:
             x_wgrad = _restore(saved, recipe.wgrad.rhs if recipe.saves_mx_activations else None, -2)
             if isinstance(x_wgrad, torch.Tensor):
                 x_wgrad = plan.cast(x_wgrad, "wgrad", "input", axis=-2)
-            dw = plan.gemm("wgrad", plan.cast(dy, "wgrad", "grad_output", axis=-2).mT, x_wgrad.mT, ctx.w_dtype)
+            dw = plan.gemm("wgrad", dy_wgrad.mT, x_wgrad.mT, ctx.w_dtype)
 
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)

@@ -1,4 +1,4 @@
-"""The portable kernels on a CPU, in Triton's interpreter. It must be on before kernels are imported, hence a process."""
+"""The portable kernels on a CPU, in Triton's interpreter: it must be on before kernels are imported, hence a process."""
 
 import importlib.util
 import os
