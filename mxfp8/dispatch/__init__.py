@@ -10,6 +10,7 @@ reference.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import warnings
@@ -19,6 +20,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from mxfp8.dispatch.compiled import OPERATORS
 from mxfp8.reference.attention import block_attention, generalized_attention, jagged_attention
 from mxfp8.reference.gemm import gemm, grouped_gemm
 from mxfp8.reference.hadamard import hadamard
@@ -100,6 +102,8 @@ def resolve(op: str, backend: str, device: torch.device) -> Callable[..., Any]:
         backend = _choose(op, device.type)
     elif backend != "reference":
         _require(op, backend, device.type)
+    if backend != "reference" and torch.compiler.is_compiling() and op in OPERATORS:
+        return functools.partial(OPERATORS[op], backend)
     return _functions[op, backend]
 
 

@@ -1,0 +1,153 @@
+"""Kernels as torch operators: what ``torch.compile`` sees of them is one node, with a shape but no body.
+
+Eager calls do not come this way, since an operator costs more host time than a small kernel. Elements travel as bytes,
+because compilers handle float8 on some backends only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mxfp8.formats import BlockShape, ElementFormat, Rounding, ScaleRule, get_format
+from mxfp8.rng import RngKey
+
+__all__ = ["OPERATORS"]
+
+# Written as one schema each: the annotations of custom_op know neither enums nor dataclasses.
+_QUANTIZE = (
+    "(Tensor x, int axis, str fmt, int[] block, str scale_rule, str rounding, int[] key, Tensor? step, bool satfinite, "
+    "str backend) -> (Tensor, Tensor)"
+)
+_BOTH = (
+    "(Tensor x, str fmt, int[] block, int[] column_block, str scale_rule, bool satfinite, str backend) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
+)
+_GEMM = (
+    "(Tensor a, Tensor? a_scale, int[]? a_block, str? a_fmt, Tensor b, Tensor? b_scale, int[]? b_block, str? b_fmt, "
+    "Tensor? bias, ScalarType out_dtype, str backend) -> Tensor"
+)
+
+
+def _kernel(op: str, backend: str) -> Callable[..., Any]:
+    from mxfp8 import dispatch
+
+    return dispatch.resolve(op, backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _layout(x: torch.Tensor, axis: int, block: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Empty elements and scales with the strides that the kernels give them; sizes may be symbols."""
+    layout = importlib.import_module("mxfp8.kernels.quantize_triton").layout.__wrapped__
+    out = layout(tuple(x.shape), axis, (block[0], block[1]))
+    qdata = torch.empty_strided(out.qdata_size, out.qdata_stride, dtype=torch.uint8, device=x.device)
+    scale = torch.empty_strided(out.scale_size, out.scale_stride, dtype=torch.uint8, device=x.device)
+    return qdata if x.ndim < 2 else qdata.narrow(-2, 0, out.rows), scale
+
+
+@torch.library.custom_op("mxfp8::quantize", mutates_args=(), schema=_QUANTIZE)
+def _quantize(
+    x: torch.Tensor, axis: int, fmt: str, block: list[int], scale_rule: str, rounding: str, key: list[int],
+    step: torch.Tensor | None, satfinite: bool, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    rng = None
+    if key:
+        low, high, stream, row_offset, col_offset = key
+        assert step is not None
+        rng = RngKey(
+            seed=high << 32 | low, step=step, stream=stream, row_offset=row_offset, col_offset=col_offset
+        )  # fmt: skip
+    q, s = _kernel("quantize", backend)(
+        x, axis=axis, fmt=get_format(fmt), block=(block[0], block[1]), scale_rule=ScaleRule(scale_rule),
+        rounding=Rounding(rounding), key=rng, satfinite=satfinite,
+    )  # fmt: skip
+    return q.view(torch.uint8), s
+
+
+@_quantize.register_fake
+def _(x, axis, fmt, block, scale_rule, rounding, key, step, satfinite, backend):  # type: ignore[no-untyped-def]
+    return _layout(x, axis, block)
+
+
+@torch.library.custom_op("mxfp8::quantize_both", mutates_args=(), schema=_BOTH)
+def _quantize_both(
+    x: torch.Tensor, fmt: str, block: list[int], column_block: list[int], scale_rule: str, satfinite: bool, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, s, t, u = _kernel("quantize_both", backend)(
+        x, fmt=get_format(fmt), block=(block[0], block[1]), column_block=(column_block[0], column_block[1]),
+        scale_rule=ScaleRule(scale_rule), satfinite=satfinite,
+    )  # fmt: skip
+    return q.view(torch.uint8), s, t.view(torch.uint8), u
+
+
+@_quantize_both.register_fake
+def _(x, fmt, block, column_block, scale_rule, satfinite, backend):  # type: ignore[no-untyped-def]
+    return *_layout(x, -1, block), *_layout(x, -2, column_block)
+
+
+@torch.library.custom_op("mxfp8::gemm", mutates_args=(), schema=_GEMM)
+def _gemm(
+    a: torch.Tensor, a_scale: torch.Tensor | None, a_block: list[int] | None, a_fmt: str | None,
+    b: torch.Tensor, b_scale: torch.Tensor | None, b_block: list[int] | None, b_fmt: str | None,
+    bias: torch.Tensor | None, out_dtype: torch.dtype, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    left = a if a_fmt is None else a.view(get_format(a_fmt).dtype)
+    right = b if b_fmt is None else b.view(get_format(b_fmt).dtype)
+    out: torch.Tensor = _kernel("gemm", backend)(
+        left, a_scale, None if a_block is None else (a_block[0], a_block[1]),
+        right, b_scale, None if b_block is None else (b_block[0], b_block[1]), bias=bias, out_dtype=out_dtype,
+    )  # fmt: skip
+    return out
+
+
+@_gemm.register_fake
+def _(a, a_scale, a_block, a_fmt, b, b_scale, b_block, b_fmt, bias, out_dtype, backend):  # type: ignore[no-untyped-def]
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+# The same signatures as the functions of the table, by way of the operators above.
+
+
+def quantize(
+    backend: str, x: torch.Tensor, *, axis: int, fmt: ElementFormat, block: BlockShape, scale_rule: ScaleRule,
+    rounding: Rounding, key: RngKey | None, satfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    words: list[int] = []
+    step = None
+    if key is not None and rounding is Rounding.STOCHASTIC:
+        words = [key.seed & 0xFFFFFFFF, key.seed >> 32, key.stream, key.row_offset, key.col_offset]
+        step = key.step if isinstance(key.step, torch.Tensor) else torch.tensor(key.step, dtype=torch.int64)
+    q, s = torch.ops.mxfp8.quantize(
+        x, axis, fmt.name, block, scale_rule.value, rounding.value, words, step, satfinite, backend
+    )
+    return q.view(fmt.dtype), s
+
+
+def quantize_both(
+    backend: str, x: torch.Tensor, *, fmt: ElementFormat, block: BlockShape, column_block: BlockShape,
+    scale_rule: ScaleRule, satfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    q, s, t, u = torch.ops.mxfp8.quantize_both(x, fmt.name, block, column_block, scale_rule.value, satfinite, backend)
+    return q.view(fmt.dtype), s, t.view(fmt.dtype), u
+
+
+def gemm(
+    backend: str, a: torch.Tensor, a_scale: torch.Tensor | None, a_block: BlockShape | None, b: torch.Tensor,
+    b_scale: torch.Tensor | None, b_block: BlockShape | None, *, bias: torch.Tensor | None, out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    (a, a_fmt), (b, b_fmt) = _bytes(a), _bytes(b)
+    out: torch.Tensor = torch.ops.mxfp8.gemm(
+        a, a_scale, a_block, a_fmt, b, b_scale, b_block, b_fmt, bias, out_dtype, backend
+    )
+    return out
+
+
+def _bytes(x: torch.Tensor) -> tuple[torch.Tensor, str | None]:
+    names = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+    return (x.view(torch.uint8), names[x.dtype]) if x.dtype in names else (x, None)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {"quantize": quantize, "quantize_both": quantize_both, "gemm": gemm}
+"""``op -> function(backend, ...)`` for use inside a compiled region."""
