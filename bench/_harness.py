@@ -27,6 +27,7 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 _ROOT = Path(__file__).parent.parent
+_SLEEP_CYCLES = 600_000  # 0.3 ms
 _FLUSH_BYTES = 256 * 2**20  # larger than the last-level cache of the CPUs and GPUs in use (H200: 50 MB of L2)
 _WARMUP_ROUNDS = 2
 _MIN_ROUNDS, _MAX_ROUNDS = 7, 200
@@ -112,18 +113,20 @@ def time_variants(variants: Sequence[Variant], device: torch.device, seconds: fl
         start = i % len(variants)
         for variant in [*variants[start:], *variants[:start]]:
             samples[variant.name].append(_time_once(variant, device, flush))
-    return {name: _summary(values) for name, values in samples.items()}
+    return {name: summary(values) for name, values in samples.items()}
 
 
 def _time_once(variant: Variant, device: torch.device, flush: torch.Tensor) -> float:
     """One call in microseconds."""
     if variant.before is not None:
         variant.before()
-    flush.zero_()
     if device.type == "cpu":
+        flush.zero_()
         started = time.perf_counter()
         variant.call()
         return (time.perf_counter() - started) * 1e6
+    flush.sum(dtype=torch.int32)  # read, not written: dirty lines would be written back during the call
+    torch.cuda._sleep(_SLEEP_CYCLES)  # the host gets ahead, so that its launches are not timed
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     variant.call()
@@ -132,7 +135,7 @@ def _time_once(variant: Variant, device: torch.device, flush: torch.Tensor) -> f
     return float(begin.elapsed_time(end)) * 1e3
 
 
-def _summary(values_us: list[float]) -> Timing:
+def summary(values_us: list[float]) -> Timing:
     at = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     p20, median, p80 = torch.quantile(torch.tensor(values_us, dtype=torch.float64), at).tolist()
     return Timing(median_us=median, p20_us=p20, p80_us=p80)
@@ -207,8 +210,8 @@ def _commit() -> str:
 
 
 def results_folder(device: torch.device) -> Path:
-    """``bench/results/cpu`` or ``bench/results/<gpu name in lower case>``."""
-    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    """``bench/results/cpu`` or ``bench/results/<gpu name in lower case>``, for instance ``h200``."""
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
     return RESULTS / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

@@ -1,6 +1,7 @@
-"""``python -m bench.quantize``: the MXFP8 cast against torchao's ``to_mx``, one row for each scale rule.
+"""``python -m bench.quantize``: the MXFP8 cast against torchao's ``to_mx``, and on a GPU against a copy of its bytes.
 
-Checked before timing: the SQNR of the cast, and every scale and element byte against torchao where it is installed.
+Checked before timing: the SQNR of the cast, and every byte against torchao where it is installed; on a GPU every byte
+against the reference.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import typer
 from torch import Tensor
 
 import mxfp8
-from bench import _harness
+from bench import _harness, _quantize_cuda
 from mxfp8.metrics import sqnr_db
 
 BLOCK = 32
@@ -32,6 +33,18 @@ def torchao_to_mx(scale_rule: str) -> ToMX | None:
 
     mode = ScaleCalculationMode[scale_rule.upper()]
     return lambda x: to_mx(x, torch.float8_e4m3fn, BLOCK, mode)
+
+
+def compiled_peers() -> dict[str, Callable[[Tensor], object]]:
+    """The fastest casts of others that run on this GPU, by label."""
+    peers: dict[str, Callable[[Tensor], object]] = {}
+    if (theirs := torchao_to_mx("rceil")) is not None:
+        peers[_harness.torchao_label("to_mx, compiled")] = torch.compile(theirs)
+    if (version := _harness.package_version("triton_kernels")) is not None:
+        from triton_kernels.numerics_details.mxfp import downcast_to_mxfp  # type: ignore[import-not-found]
+
+        peers[f"triton_kernels {version} downcast_to_mxfp"] = lambda x: downcast_to_mxfp(x, torch.float8_e4m3fn, axis=1)
+    return peers
 
 
 def check(x: Tensor, scale_rule: str, theirs: ToMX | None) -> None:
@@ -58,6 +71,9 @@ def main(
 ) -> None:
     """Time ``mxfp8.quantize`` beside torchao's ``to_mx`` (ratio above 1: ours is faster)."""
     target = _harness.resolve_device(device)
+    if target.type == "cuda":
+        _harness.report(_quantize_cuda.cases(target, seconds, compiled_peers), target, save)
+        return
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(target, torch.bfloat16)
     baseline = _harness.torchao_label("to_mx")
     table = []

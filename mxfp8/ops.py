@@ -75,11 +75,10 @@ def quantize(
     if mode is Rounding.STOCHASTIC and key is None:
         raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
     run = dispatch.resolve("quantize", backend, x.device)
-    with torch.no_grad():
-        qdata, scale = run(
-            x, axis=axis, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite
-        )
-    return MXTensor(qdata, scale, form, axis, block)
+    qdata, scale = run(
+        _detached(x), axis=axis, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite
+    )
+    return MXTensor.trusted(qdata, scale, form, axis, block)
 
 
 def quantize_both(
@@ -116,9 +115,10 @@ def quantize_both(
         raise ValueError(f"quantize_both takes at least two dimensions, not shape {tuple(x.shape)}: use quantize")
     form, rule = get_format(fmt), get_scale_rule(scale_rule)
     run = dispatch.resolve("quantize_both", backend, x.device)
-    with torch.no_grad():
-        q, s, t, u = run(x, fmt=form, block=block, column_block=column_block, scale_rule=rule, satfinite=satfinite)
-    return MXTensor(q, s, form, -1, block), MXTensor(t, u, form, -2, column_block)
+    q, s, t, u = run(
+        _detached(x), fmt=form, block=block, column_block=column_block, scale_rule=rule, satfinite=satfinite
+    )
+    return MXTensor.trusted(q, s, form, -1, block), MXTensor.trusted(t, u, form, -2, column_block)
 
 
 def hadamard(x: torch.Tensor, axis: int = -1, size: int = 32, seed: int = 0, backend: str = "auto") -> torch.Tensor:
@@ -224,6 +224,11 @@ def check_offsets(offs: torch.Tensor, groups: int, rows: int) -> None:
                 f"offs[{g}] is {end}, after {before}: group ends must not decrease and must stay in 0..{rows}"
             )
         before = end
+
+
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    """``x`` outside the graph: a cast has no gradient of its own. Cheaper than entering ``no_grad``."""
+    return x.detach() if x.requires_grad else x
 
 
 def _check_float(op: str, x: torch.Tensor) -> None:

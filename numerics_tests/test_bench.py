@@ -84,7 +84,7 @@ def test_variants_are_timed_in_turn_and_prepared_before_each_call() -> None:
 
 
 def test_percentiles() -> None:
-    timing = harness._summary([float(v) for v in range(11)])
+    timing = harness.summary([float(v) for v in range(11)])
     assert (timing.p20_us, timing.median_us, timing.p80_us) == (2.0, 5.0, 8.0)
 
 

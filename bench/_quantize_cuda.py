@@ -1,0 +1,125 @@
+"""GPU cases of ``bench.quantize``: casts against a device copy of as many bytes, and what a call costs the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import mxfp8
+from bench import _harness
+from bench._harness import Row, Timing, Variant
+from mxfp8.tensor import MXTensor
+
+SHAPES = ((65536, 1024), (65536, 4096))
+SETS = 3  # of inputs, taken in turn: each is larger than the L2
+HOST_CALLS = 2000
+
+Cast = Callable[[Tensor], tuple[MXTensor, ...]]
+
+
+def _columns(x: Tensor, block: tuple[int, int] = (1, 32)) -> tuple[MXTensor, ...]:
+    return (mxfp8.quantize(x, axis=-2, block=block),)
+
+
+def _rows(x: Tensor, block: tuple[int, int] = (1, 32)) -> tuple[MXTensor, ...]:
+    return (mxfp8.quantize(x, block=block),)
+
+
+def _both(x: Tensor, block: tuple[int, int], column_block: tuple[int, int]) -> tuple[MXTensor, ...]:
+    return mxfp8.quantize_both(x, block=block, column_block=column_block)
+
+
+CASTS: dict[str, Cast] = {
+    "row": _rows,
+    "row_g128": partial(_rows, block=(1, 128)),
+    "column": _columns,
+    "column_g128": partial(_columns, block=(1, 128)),
+    "both": partial(_both, block=(1, 32), column_block=(1, 32)),
+    "both_g128": partial(_both, block=(1, 128), column_block=(1, 128)),
+    "both_g128_tile": partial(_both, block=(1, 128), column_block=(128, 128)),
+    "square_both": partial(_both, block=(32, 32), column_block=(32, 32)),
+}
+
+
+def cases(
+    device: torch.device, seconds: float, baselines: Callable[[], dict[str, Callable[[Tensor], object]]]
+) -> list[Row]:
+    """Every cast at every shape against a copy of its bytes; rows of ``row`` also against ``baselines()``."""
+    table = []
+    for m, k in SHAPES:
+        inputs = [torch.randn(m, k, device=device, dtype=torch.bfloat16) for _ in range(SETS)]
+        for name, cast in CASTS.items():
+            _check(inputs[0][:256], cast)
+            moved = inputs[0].numel() * 2 + sum(q.nbytes for q in cast(inputs[0]))
+            source = torch.empty(moved // 2, dtype=torch.uint8, device=device).random_(256)
+            target = torch.empty_like(source)
+            variants = [_in_turn("ours", cast, inputs), Variant(name="copy", call=partial(target.copy_, source))]
+            if name == "row":
+                variants += [_in_turn(label, call, inputs) for label, call in baselines().items()]
+            timings = _harness.time_variants(variants, device, seconds)
+            table += [
+                _harness.time_row(
+                    bench="quantize",
+                    case=name,
+                    shape=f"{m}x{k}",
+                    ours=timings["ours"],
+                    baseline=label,
+                    theirs=timings[label],
+                    device=device,
+                )
+                for label in [v.name for v in variants[1:]]
+            ]
+        del inputs
+    return [*table, *host_cost(device)]
+
+
+def _in_turn(name: str, call: Callable[[Tensor], object], inputs: list[Tensor]) -> Variant:
+    """A variant that takes another input at every call."""
+    state = {"next": 0}
+
+    def run() -> None:
+        state["next"] = (state["next"] + 1) % len(inputs)
+        call(inputs[state["next"]])
+
+    return Variant(name=name, call=run)
+
+
+def _check(x: Tensor, cast: Cast) -> None:
+    """RuntimeError unless the cast has the bytes of the reference."""
+    for q in cast(x):
+        want = mxfp8.quantize(x, q.axis, q.fmt, q.block, backend="reference")
+        for name, a, b in (("scale", q.scale_bytes, want.scale_bytes), ("element", q.qdata, want.qdata)):
+            differing = int((a.view(torch.uint8) != b.view(torch.uint8)).sum())
+            if differing:
+                raise RuntimeError(f"{q}: {differing} of {a.numel()} {name} bytes differ from the reference's")
+
+
+def host_cost(device: torch.device) -> list[Row]:
+    """Host time of one call on a tensor so small that the GPU is never waited for, allocation included."""
+    x = torch.randn(64, 256, device=device, dtype=torch.bfloat16)
+    w = torch.randn(256, 256, device=device, dtype=torch.bfloat16)
+    mm = _host(lambda: torch.mm(x, w))
+    calls = {"host_cost": lambda: mxfp8.quantize(x), "host_cost_both": lambda: mxfp8.quantize_both(x)}
+    return [
+        _harness.time_row(
+            bench="quantize", case=name, shape="64x256", ours=_host(call), baseline="torch.mm", theirs=mm, device=device
+        )
+        for name, call in calls.items()
+    ]
+
+
+def _host(call: Callable[[], object]) -> Timing:
+    samples = []
+    for _ in range(7):
+        call()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(HOST_CALLS // 7):
+            call()
+        samples.append((time.perf_counter() - started) / (HOST_CALLS // 7) * 1e6)
+        torch.cuda.synchronize()
+    return _harness.summary(samples)
