@@ -18,9 +18,10 @@ from ._device import INTERPRETED
 
 # The driver's entry point is private and has changed between releases: elsewhere Triton's own launch is used.
 _DIRECT = triton.__version__.startswith("3.6.") and not INTERPRETED
-_compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-_LIMIT = 8192  # versions are few, keys are one per shape: forget them all before they become a leak
 _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+Versions = dict[Hashable, Any]
+"""Compiled versions of a kernel by launch key; one for each plan, so that a key need not repeat what a plan fixes."""
 
 
 def empty(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -31,8 +32,29 @@ def empty(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) 
     return torch.empty_strided(size, stride, dtype=torch.uint8, device=device)
 
 
+_versions: Versions = {}
+_LIMIT = 8192  # versions are few, keys are one per shape: forget them all before they become a leak
+
+
 def launch(
     kernel: Any,
+    key: Hashable,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    constants: Mapping[str, Any],
+    device: torch.device,
+    **options: Any,
+) -> None:
+    """As :func:`launch_version`, with a ``key`` that says all: constants, dtypes, and for each pointer and int what
+    Triton specialises on (divisibility by 16, being 1, needing 64 bits). Shapes and strides themselves will do."""
+    if len(_versions) >= _LIMIT:
+        _versions.clear()
+    launch_version(kernel, _versions, (kernel, key), grid, args, constants, device, **options)
+
+
+def launch_version(
+    kernel: Any,
+    versions: Versions,
     key: Hashable,
     grid: tuple[int, int, int],
     args: tuple[Any, ...],
@@ -45,30 +67,23 @@ def launch(
     Args:
         kernel: a ``triton.jit`` or ``gluon.jit`` function whose compile-time parameters come last, in the order of
             ``constants``.
-        key: with ``kernel``, the constants and the device it determines the compiled version: dtypes, and for each
-            pointer and int what Triton specialises on (divisibility by 16, being 1, needing 64 bits). Shapes and
-            strides themselves will do.
+        versions: where compiled versions are kept. ``kernel``, ``constants``, ``options``, the ints and their
+            divisibility must be the same for all launches that share it.
+        key: with ``versions`` it determines the compiled version: dtypes of pointers, and whether they are aligned.
         options: ``num_warps``, ``num_stages`` and the like.
     """
     index = device.index
-    found = _compiled.get((kernel, key, index))
-    if found is not None and not knobs.runtime.launch_enter_hook.calls:
-        compiled, values = found
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        if torch._C._cuda_getDevice() == index:
-            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *values)
-            return
-        with torch.cuda.device(index):
-            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *values)
+    found = versions.get((key, index))
+    if found is not None and torch._C._cuda_getDevice() == index and not knobs.runtime.launch_enter_hook.calls:
+        run, function, metadata, values = found
+        run(*grid, torch._C._cuda_getCurrentRawStream(index), function, metadata, None, None, None, *args, *values)
         return
     if grid[0] * grid[1] * grid[2] == 0:
         return
     with torch.cuda.device(index if device.type == "cuda" else -1):
         compiled = kernel[grid](*args, **constants, **options)
     if _DIRECT:
-        if len(_compiled) >= _LIMIT:
-            _compiled.clear()
-        _compiled[kernel, key, index] = compiled, tuple(constants.values())
+        versions[key, index] = compiled.run, compiled.function, compiled.packed_metadata, tuple(constants.values())
 
 
 def aligned(*tensors: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ Rows alone, stochastic rounding, and tensors whose rows are not 16-byte aligned 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 
 from . import quantize_triton
 from ._device import amax_bits, element_codes, encode, inverse_scale, scale_byte
-from ._launch import launch, triton_why_not
-from .quantize_triton import Layout, layout, readable, three, three_dims
+from ._launch import launch_version, triton_why_not
+from .quantize_triton import Plan, layout, readable, three, three_dims
 
 __all__ = ["quantize", "quantize_both", "why_not"]
 
@@ -31,18 +31,28 @@ def why_not(kind: str) -> str | None:
 
 
 @gluon.jit
-def block_bytes(x, RB: gl.constexpr, CB: gl.constexpr, FMT: gl.constexpr, RULE: gl.constexpr, SATFINITE: gl.constexpr):
-    """Scale bytes (int32) of a float32 tile in blocks of ``RB`` rows by ``CB`` columns, ``[BM // RB, BK // CB]``."""
+def block_amax(x, RB: gl.constexpr, CB: gl.constexpr):
+    """Absolute maxima, as bits of float32, of a tile's blocks of ``RB`` rows by ``CB`` columns: ``[BM/RB, BK/CB]``."""
     BM: gl.constexpr = x.shape[0]
     BK: gl.constexpr = x.shape[1]
     if RB == 1:
-        amax = amax_bits(x.reshape([BM, BK // CB, CB]), 2)
+        return amax_bits(x.reshape([BM, BK // CB, CB]), 2)
     elif CB == 1:
-        amax = amax_bits(x.reshape([BM // RB, RB, BK]), 1)
+        return amax_bits(x.reshape([BM // RB, RB, BK]), 1)
     else:
-        # Bits of magnitudes are magnitudes: the second maximum may be one of integers.
-        amax = gl.max(amax_bits(x.reshape([BM // RB, RB, BK // CB, CB]), 3), axis=1)
-    return scale_byte(amax, FMT, RULE, SATFINITE)
+        # Bits of magnitudes order like them: the second maximum may be one of integers.
+        return gl.max(amax_bits(x.reshape([BM // RB, RB, BK // CB, CB]), 3), axis=1)
+
+
+@gluon.jit
+def outer_amax(amax, RB: gl.constexpr, CB: gl.constexpr):
+    """Maxima of blocks that consist of ``RB`` by ``CB`` smaller ones, from theirs."""
+    BM: gl.constexpr = amax.shape[0]
+    BK: gl.constexpr = amax.shape[1]
+    if RB * CB == 1:
+        return amax
+    else:
+        return gl.max(gl.max(amax.reshape([BM // RB, RB, BK // CB, CB]), axis=3), axis=1)
 
 
 @gluon.jit
@@ -128,10 +138,11 @@ def _kernel(
     else:
         inside = (row + rows < R)[:, None] & (col + cols < C)[None, :]
         x = gl.load(x_at, mask=inside, other=0.0)
-    SAME: gl.constexpr = ROWS and RB == TRB and CB == TCB
+    NESTED: gl.constexpr = ROWS and TRB % RB == 0 and TCB % CB == 0
     if ROWS:
         xf = x.to(gl.float32)
-        byte = block_bytes(xf, RB, CB, FMT, RULE, SATFINITE)
+        amax = block_amax(xf, RB, CB)
+        byte = scale_byte(amax, FMT, RULE, SATFINITE)
         codes = codes_of(xf, byte, RB, CB, FMT, LA)
         q_at = q_ptr + b * q_b + row.to(gl.int64) * C + col + (rows[:, None] * C + cols[None, :])
         if WHOLE:
@@ -140,17 +151,25 @@ def _kernel(
             gl.store(q_at, codes, mask=inside)
         store_bytes(s_ptr + b * s_b, byte, pm, pk, R, C, s_r, s_c, BM, BK, RB, CB, WHOLE)
     yf = gl.convert_layout(x, LB).to(gl.float32)
-    if not SAME:
-        byte = block_bytes(yf, TRB, TCB, FMT, RULE, SATFINITE)
+    if NESTED:
+        outer = outer_amax(amax, TRB // RB, TCB // CB)
+    else:
+        outer = block_amax(yf, TRB, TCB)
+    byte = scale_byte(outer, FMT, RULE, SATFINITE)
     codes = codes_of(yf, byte, TRB, TCB, FMT, LB)
     store_columns(t_ptr + b * t_b, codes, pm, pk, R, R_PAD, C, t_c, BM, BK, WHOLE, LB)
     store_bytes(u_ptr + b * u_b, byte, pm, pk, R, C, u_r, u_c, BM, BK, TRB, TCB, WHOLE)
 
 
-def row_layout(bk: int, itemsize: int, warps: int) -> gl.BlockedLayout:
-    """Threads along rows: 16 bytes of input each."""
-    lanes = min(32, bk * itemsize // 16)
-    return gl.BlockedLayout([1, 16 // itemsize], [32 // lanes, lanes], [warps, 1], [1, 0])
+def row_layout(bk: int, itemsize: int, warps: int, square: bool = False) -> gl.BlockedLayout:
+    """Threads along rows, 16 bytes of input each; a warp on whole rows, or on squares of 32 where blocks are squares,
+    so that a block's maximum stays inside a warp."""
+    each = 16 // itemsize
+    if square:
+        wide = min(warps, bk // 32)
+        return gl.BlockedLayout([each // 2, each], [32 * each // 32, 32 // each], [warps // wide, wide], [1, 0])
+    lanes = min(32, bk // each)
+    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 def column_layout(bm: int, bk: int, warps: int) -> gl.BlockedLayout:
@@ -159,20 +178,17 @@ def column_layout(bm: int, bk: int, warps: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([16, 2], [4, 8], [warps // wide, wide], [0, 1])
 
 
-def tile(*blocks: tuple[int, int]) -> tuple[int, int, int]:
-    """``(BM, BK, warps)``, 64 elements a thread: wider or taller where a block asks for it."""
-    rows, cols = max(b[0] for b in blocks), max(b[1] for b in blocks)
-    return (256, 64, 8) if rows > 128 else (64, 256, 8) if cols > 128 else (128, 128, 8)
-
-
-class Plan(NamedTuple):
-    """Everything about a launch but the tensors: a pure function of their shapes, strides and dtypes."""
-
-    outputs: tuple[Layout, ...]
-    grid: tuple[int, int, int]
-    ints: tuple[int, ...]
-    constants: dict[str, Any]
-    warps: int
+def tile(block: tuple[int, int], column_block: tuple[int, int]) -> tuple[int, int, int, int]:
+    """``(BM, BK, warps, registers)``, 64 elements a thread: wider or taller where a block (rows, columns) asks for it.
+    Registers are limited where that lets one more program run beside the others and costs no spill."""
+    rows, cols = max(block[0], column_block[0]), max(block[1], column_block[1])
+    if rows > 128:
+        return 256, 64, 8, 128
+    if cols > 128:
+        return 64, 256, 8, 128
+    if block == (32, 32) == column_block:
+        return 64, 128, 4, 128
+    return 128, 128, 8, 80 if rows == 128 else 128
 
 
 @functools.lru_cache(maxsize=4096)
@@ -190,28 +206,31 @@ def _plan(
     if along.rc[1] * across.rc[0] > 128 * 128 or max(strides[-2], across.rows_padded) >= 2**22:
         return None
     (b, r, c), (x_b, x_r, _) = three_dims(shape, strides)
-    bm, bk, warps = tile(along.rc, across.rc)
+    bm, bk, warps, registers = tile(along.rc, across.rc)
+    square = along.rc == (32, 32) == across.rc
     constants = {
         "BM": bm, "BK": bk, "RB": along.rc[0], "CB": along.rc[1], "TRB": across.rc[0], "TCB": across.rc[1], "FMT": FMT,
         "RULE": RULE, "SATFINITE": satfinite, "ROWS": block is not None, "WHOLE": r % bm == 0 and c % bk == 0,
-        "LA": row_layout(bk, itemsize, warps), "LB": column_layout(bm, bk, warps),
+        "LA": row_layout(bk, itemsize, warps, square), "LB": column_layout(bm, bk, warps),
     }  # fmt: skip
     q_b, (s_b, s_r, s_c) = three(along.qdata_stride)[0], three(along.scale_stride)
     (t_b, _, t_c), u = three(across.qdata_stride), three(across.scale_stride)
     ints = (r, c, across.rows_padded, x_b, x_r, q_b, s_b, s_r, s_c, t_b, t_c, *u)
     outputs = (across,) if block is None else (along, across)
-    return Plan(outputs, (b * -(-r // bm) * -(-c // bk), 1, 1), ints, constants, warps)
+    options = {"num_warps": warps, "maxnreg": registers}
+    return Plan(outputs, (b * -(-r // bm) * -(-c // bk), 1, 1), ints, constants, options)
 
 
 def _run(x: torch.Tensor, outputs: tuple[torch.Tensor, ...], plan: Plan) -> None:
-    launch(
+    launch_version(
         _kernel,
-        (x.dtype, plan.ints, plan.grid, *plan.constants.values()),
+        plan.versions,
+        x.dtype,
         plan.grid,
         (x, *outputs, *plan.ints),
         plan.constants,
         x.device,
-        num_warps=plan.warps,
+        **plan.options,
     )
 
 

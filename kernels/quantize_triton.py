@@ -7,8 +7,8 @@ so that the scaled axis is contiguous, as a GEMM that contracts over it wants th
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from ._device import (
     stochastic,
     to_float32,
 )
-from ._launch import aligned, empty, launch, triton_why_not
+from ._launch import Versions, empty, launch_version, triton_why_not
 
 __all__ = ["quantize", "quantize_both", "why_not"]
 
@@ -127,15 +127,19 @@ def _both_kernel(
     x = _load(x_ptr, b, rows, cols, R, C, x_b, x_r, x_c, WHOLE)
     scaled, byte = scaled_tile(x, RB, CB, FMT, RULE, SATFINITE)
     codes = encode(scaled, FMT, HARDWARE)
-    tl.store(q_ptr + b * q_b + rows * q_r + cols * q_c, codes, mask=(rows < R) & (cols < C))
+    q_at = q_ptr + b * q_b + rows * q_r + cols * q_c
+    if WHOLE:
+        tl.store(q_at, codes)
+    else:
+        tl.store(q_at, codes, mask=(rows < R) & (cols < C))
     _store_scales(s_ptr, byte, b, pm, pk, R, C, s_b, s_r, s_c, BM, BK, RB, CB)
-    if TRB != RB or TCB != CB:
-        scaled, byte = scaled_tile(x, TRB, TCB, FMT, RULE, SATFINITE)
-    # Turned before it is encoded: Triton 3.6 writes wrong bytes if one tensor of codes is stored in two layouts.
-    codes = encode(tl.trans(scaled), FMT, HARDWARE)
-    rows, cols = tl.trans(rows), tl.trans(cols)
-    inside = (rows < R_PAD) & (cols < C)
-    tl.store(t_ptr + b * t_b + rows * t_r + cols * t_c, tl.where(rows < R, codes, 0), mask=inside)
+    scaled, byte = scaled_tile(x, TRB, TCB, FMT, RULE, SATFINITE)
+    codes = encode(scaled, FMT, HARDWARE)
+    t_at = t_ptr + b * t_b + rows * t_r + cols * t_c
+    if WHOLE:
+        tl.store(t_at, codes)
+    else:
+        tl.store(t_at, tl.where(rows < R, codes, 0), mask=(rows < R_PAD) & (cols < C))
     _store_scales(u_ptr, byte, b, pm, pk, R, C, u_b, u_r, u_c, BM, BK, TRB, TCB)
 
 
@@ -151,9 +155,12 @@ class Layout:
     rows_padded: int
     rc: tuple[int, int]
 
-    def allocate(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uninitialised bytes of elements and scales; a kernel writes every one, padding included."""
+    def allocate(self, device: torch.device, zero: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Uninitialised bytes of elements and scales; a kernel writes every one, padding included. ``zero`` clears the
+        elements for those who do not write the padding."""
         qdata = empty(self.qdata_size, self.qdata_stride, device)
+        if zero and self.rows != self.rows_padded:
+            qdata.zero_()
         scale = empty(self.scale_size, self.scale_stride, device)
         return qdata if self.rows == self.rows_padded else qdata.narrow(-2, 0, self.rows), scale
 
@@ -213,14 +220,16 @@ def three_dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[
     return (batch, shape[-2], shape[-1]), (step, strides[-2], strides[-1])
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
     """Everything about a launch but the tensors: a pure function of their shapes, strides and dtypes."""
 
     outputs: tuple[Layout, ...]
     grid: tuple[int, int, int]
     ints: tuple[int, ...]
     constants: dict[str, Any]
-    warps: int
+    options: dict[str, int]
+    versions: Versions = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -236,7 +245,7 @@ def _plan(
         "ROUNDING": mode, "HARDWARE": hardware, "WHOLE": r % bm == 0 and c % bk == 0,
     }  # fmt: skip
     ints = (r, c, out.rows_padded, *x_strides, *three(out.qdata_stride), *three(out.scale_stride))
-    return Plan((out,), (b * -(-r // bm) * -(-c // bk), 1, 1), ints, constants, warps)
+    return Plan((out,), (b * -(-r // bm) * -(-c // bk), 1, 1), ints, constants, {"num_warps": warps})
 
 
 @functools.lru_cache(maxsize=4096)
@@ -254,7 +263,7 @@ def _plan_both(
     strides_out = [three(s) for o in (along, across) for s in (o.qdata_stride, o.scale_stride)]
     ints = (r, c, across.rows_padded, *x_strides, *(n for s in strides_out for n in s))
     grid = (b * -(-r // bm) * -(-c // bk), 1, 1)
-    return Plan((along, across), grid, ints, constants, 8 if bm * bk > 4096 else 4)
+    return Plan((along, across), grid, ints, constants, {"num_warps": 8 if bm * bk > 4096 else 4})
 
 
 def quantize(
@@ -280,14 +289,15 @@ def quantize(
     qdata, scale = plan.outputs[0].allocate(x.device)
     if x.numel() == 0:
         return qdata.view(fmt.dtype), scale.zero_()
-    launch(
+    launch_version(
         _quantize_kernel,
-        (x.dtype, plan.ints, plan.grid, *plan.constants.values(), aligned(x)),
+        plan.versions,
+        (x.dtype, x.data_ptr() % 16 == 0),
         plan.grid,
         (x, qdata, scale, step_at, *plan.ints, *random),
         plan.constants,
         x.device,
-        num_warps=plan.warps,
+        **plan.options,
     )
     return qdata.view(fmt.dtype), scale
 
@@ -305,26 +315,30 @@ def quantize_both(
 
     The bits are those of two calls of :func:`quantize`, to nearest.
     """
+    nearest = {"fmt": fmt, "scale_rule": scale_rule, "rounding": "nearest", "key": None, "satfinite": satfinite}
+    if block == column_block and block[0] == block[1]:
+        # The same codes, turned. One kernel with two stores of one tensor of codes would be the natural thing, but
+        # Triton 3.6 compiles that into wrong bytes (every fourth column).
+        q, s = quantize(x, axis=-1, block=block, **nearest)
+        t, u = layout(x.shape, -2, block).allocate(x.device, zero=True)
+        return q, s, t.copy_(q.view(torch.uint8)).view(fmt.dtype), u.copy_(s)
     if block[1] * column_block[1] > 128 * 128:  # a tile that holds a whole block of both does not fit
-        nearest = {"fmt": fmt, "scale_rule": scale_rule, "rounding": "nearest", "key": None, "satfinite": satfinite}
-        return (
-            *quantize(x, axis=-1, block=block, **nearest),
-            *quantize(x, axis=-2, block=column_block, **nearest),
-        )
+        return *quantize(x, axis=-1, block=block, **nearest), *quantize(x, axis=-2, block=column_block, **nearest)
     x = readable(x)
     FMT, RULE = element_codes(fmt, scale_rule)
     plan = _plan_both(x.shape, x.stride(), block, column_block, FMT, RULE, satfinite, hardware(x.device))
     (q, s), (t, u) = (out.allocate(x.device) for out in plan.outputs)
     if x.numel() == 0:
         return q.view(fmt.dtype), s.zero_(), t.view(fmt.dtype), u.zero_()
-    launch(
+    launch_version(
         _both_kernel,
-        (x.dtype, plan.ints, plan.grid, *plan.constants.values(), aligned(x)),
+        plan.versions,
+        (x.dtype, x.data_ptr() % 16 == 0),
         plan.grid,
         (x, q, s, t, u, *plan.ints),
         plan.constants,
         x.device,
-        num_warps=plan.warps,
+        **plan.options,
     )
     return q.view(fmt.dtype), s, t.view(fmt.dtype), u
 

@@ -157,7 +157,7 @@ def get_rounding(rounding: str | Rounding) -> Rounding:
 
 def get_block(block: BlockShape) -> BlockShape:
     """Return ``block`` as a tuple of two ints if it is one of :data:`BLOCK_SHAPES`. ValueError otherwise."""
-    shape = tuple(block) if isinstance(block, (tuple, list)) else block
-    if shape not in BLOCK_SHAPES or not all(isinstance(n, int) for n in shape):
-        raise ValueError(f"unknown block shape {shape!r}: use one of {', '.join(map(str, BLOCK_SHAPES))}")
-    return shape[0], shape[1]
+    shape = tuple(block) if isinstance(block, list) else block
+    if type(shape) is tuple and shape in BLOCK_SHAPES and type(shape[0]) is int and type(shape[1]) is int:
+        return shape
+    raise ValueError(f"unknown block shape {shape!r}: use one of {', '.join(map(str, BLOCK_SHAPES))}")

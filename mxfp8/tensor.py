@@ -166,9 +166,15 @@ class MXTensor:
         out._set(qdata, scale_bytes, fmt, axis, block)
         return out
 
-    def _set(self, *values: Any) -> None:
-        for name, value in zip(("qdata", "scale_bytes", "fmt", "axis", "block"), values, strict=True):
-            object.__setattr__(self, name, value)
+    def _set(
+        self, qdata: torch.Tensor, scale_bytes: torch.Tensor, fmt: ElementFormat, axis: int, block: BlockShape
+    ) -> None:
+        put = object.__setattr__
+        put(self, "qdata", qdata)
+        put(self, "scale_bytes", scale_bytes)
+        put(self, "fmt", fmt)
+        put(self, "axis", axis)
+        put(self, "block", block)
 
     def _like(self, qdata: torch.Tensor, scale_bytes: torch.Tensor) -> MXTensor:
         return MXTensor(qdata, scale_bytes, self.fmt, self.axis, self.block)
