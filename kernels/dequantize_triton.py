@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ._device import INTERPRETED, decode, scale_value
+from ._device import _INTERPRETED, decode, scale_value
 from ._launch import aligned, launch, triton_why_not
-from .quantize_triton import hardware, three_dims
+from .quantize_triton import hardware, readable, three_dims
 
 __all__ = ["dequantize", "why_not"]
 
@@ -22,25 +22,16 @@ def why_not(kind: str) -> str | None:
 
 
 @triton.jit
-def narrow(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
+def narrow(x, DTYPE: tl.constexpr):
     """``x`` (float32 or float64) in ``DTYPE``, rounded to nearest even. The interpreter truncates when it casts to
     bfloat16, and loses subnormals: there the bits are rounded and taken as they are."""
-    if INTERPRET and tl.bfloat16 == DTYPE:
+    if _INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.int32, bitcast=True)
         up = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         up = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, up)
         return up.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(DTYPE)
-
-
-@triton.jit
-def widen(x, INTERPRET: tl.constexpr):
-    """Exact float32 values of ``x`` (float32, bfloat16 or float16); as integers where the interpreter would fail."""
-    if INTERPRET and tl.bfloat16 == x.dtype:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit
@@ -59,7 +50,7 @@ def decoded(code, FMT: tl.constexpr, HARDWARE: tl.constexpr):
 def _dequantize_kernel(
     q_ptr, s_ptr, o_ptr, limit, R, C, q_b, q_r, q_c, s_b, s_r, s_c,
     BM: tl.constexpr, BK: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr,
-    SATURATE: tl.constexpr, HARDWARE: tl.constexpr, INTERPRET: tl.constexpr, WHOLE: tl.constexpr,
+    SATURATE: tl.constexpr, HARDWARE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One tile ``[BM, BK]`` of blocks of ``RB`` rows by ``CB`` columns; the output is contiguous ``[batch, R, C]``."""
     tiles_k = tl.cdiv(C, BK)
@@ -88,7 +79,7 @@ def _dequantize_kernel(
     x = tl.reshape(blocks, (BM, BK))
     if SATURATE:
         x = tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))  # comparisons let NaN through
-    x = narrow(x, DTYPE, INTERPRET)
+    x = narrow(x, DTYPE)
     o_at = o_ptr + (b * R + rows) * C + cols
     if WHOLE:
         tl.store(o_at, x)
@@ -131,17 +122,18 @@ def dequantize(
     if qdata.numel() == 0:
         return out
     fmt = FORMAT_CODES[qdata.dtype]
-    (b, r, c), q_strides, codes = three_dims(qdata.view(torch.uint8))
-    _, s_strides, scales = three_dims(scale.view(torch.uint8))
+    codes, scales = readable(qdata.view(torch.uint8)), readable(scale.view(torch.uint8))
+    (b, r, c), q_strides = three_dims(codes.shape, codes.stride())
+    _, s_strides = three_dims(scales.shape, scales.stride())
     bm, bk = _tile(block, r, c)
     whole = r % max(bm, block[0]) == 0 and c % max(bk, block[1]) == 0
     constants = {
         "BM": bm, "BK": bk, "RB": block[0], "CB": block[1], "FMT": fmt, "DTYPE": DTYPES[dtype], "SATURATE": saturate,
-        "HARDWARE": hardware(qdata.device), "INTERPRET": INTERPRETED, "WHOLE": whole,
+        "HARDWARE": hardware(qdata.device), "WHOLE": whole,
     }  # fmt: skip
     launch(
         _dequantize_kernel,
-        (dtype, fmt, b, r, c, q_strides, s_strides, block, saturate, aligned(codes, scales, out)),
+        (b, r, c, q_strides, s_strides, tuple(constants.values()), aligned(codes, scales, out)),
         (b * -(-r // bm) * -(-c // bk), 1, 1),
         (codes, scales, out, torch.finfo(dtype).max if saturate else 0.0, r, c, *q_strides, *s_strides),
         constants,

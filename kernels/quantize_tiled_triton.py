@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ._device import element_codes, encode
+from ._device import element_codes, encode, to_float32
 from ._launch import aligned, launch, triton_why_not
-from .quantize_triton import hardware, scaled_tile, three_dims
+from .quantize_triton import hardware, readable, scaled_tile, three_dims
 from .scale_layout import tiled_offset, tiled_size
 
 __all__ = ["quantize_tiled", "why_not"]
@@ -36,7 +36,7 @@ def _quantize_tiled_kernel(
     rows = (pm * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
     cols = (pk * BK + tl.arange(0, BK)).to(tl.int64)[None, :]
     inside = (rows < R) & (cols < C)
-    x = tl.load(x_ptr + b * x_b + rows * x_r + cols * x_c, mask=inside, other=0.0).to(tl.float32)
+    x = to_float32(tl.load(x_ptr + b * x_b + rows * x_r + cols * x_c, mask=inside, other=0.0))
     scaled, byte = scaled_tile(x, 1, 32, FMT, RULE, SATFINITE)
     tl.store(q_ptr + (b * R + rows) * C + cols, encode(scaled, FMT, HARDWARE), mask=inside)
 
@@ -56,13 +56,13 @@ def quantize_tiled(
     """
     if x.ndim < 2:
         raise ValueError(f"quantize_tiled takes at least two dimensions, not shape {tuple(x.shape)}")
-    x = x if x.dtype is not torch.float64 else x.to(torch.float32)
+    x = readable(x)
     r, c = x.shape[-2:]
     qdata = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     tiled = torch.empty((*x.shape[:-2], tiled_size(r, -(-c // 32))), dtype=torch.uint8, device=x.device)
     if x.numel() == 0:
         return qdata.view(fmt.dtype), tiled
-    (b, r, c), strides, x = three_dims(x)
+    (b, r, c), strides = three_dims(x.shape, x.stride())
     FMT, RULE = element_codes(fmt, scale_rule)
     tiles, bm, bk = -(-r // 128), 32, 128
     constants = {
@@ -70,7 +70,7 @@ def quantize_tiled(
     }  # fmt: skip
     launch(
         _quantize_tiled_kernel,
-        (x.dtype, b, r, c, strides, FMT, RULE, satfinite, aligned(x)),
+        (x.dtype, b, r, c, strides, tuple(constants.values()), aligned(x)),
         (b * tiles * (128 // bm) * -(-c // bk), 1, 1),
         (x, qdata, tiled, r, c, tiles, *strides),
         constants,

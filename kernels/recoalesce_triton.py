@@ -11,7 +11,7 @@ import triton.language as tl
 from ._device import FORMATS, encode
 from ._launch import aligned, launch, triton_why_not
 from .dequantize_triton import decoded
-from .quantize_triton import hardware, three_dims
+from .quantize_triton import hardware, readable, three_dims
 
 __all__ = ["recoalesce", "why_not"]
 
@@ -106,8 +106,9 @@ def _recoalesce(
     qdata: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], new_block: tuple[int, int], fmt: Any, align: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For rows in memory; ``align`` is what the pitch of the output's rows is a multiple of."""
-    (b, r, c), q_strides, codes = three_dims(qdata.view(torch.uint8))
-    _, s_strides, bytes_ = three_dims(scale.view(torch.uint8))
+    codes, bytes_ = readable(qdata.view(torch.uint8)), readable(scale.view(torch.uint8))
+    (b, r, c), q_strides = three_dims(codes.shape, codes.stride())
+    _, s_strides = three_dims(bytes_.shape, bytes_.stride())
     pitch, (rb, cb), (nrb, ncb) = -(-c // align) * align, block, new_block
     out = torch.empty((*qdata.shape[:-1], pitch), dtype=torch.uint8, device=qdata.device)
     new_scale = torch.empty((b, -(-c // ncb), -(-r // nrb)), dtype=torch.uint8, device=qdata.device)
@@ -121,7 +122,7 @@ def _recoalesce(
     }  # fmt: skip
     launch(
         _recoalesce_kernel,
-        (fmt.name, b, r, c, pitch, q_strides, s_strides, block, new_block, aligned(codes, bytes_)),
+        (b, r, c, pitch, q_strides, s_strides, tuple(constants.values()), aligned(codes, bytes_)),
         (b * -(-r // bm) * -(-pitch // bk), 1, 1),
         (codes, bytes_, out, new_scale, r, c, pitch, *q_strides, *s_strides),
         constants,

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from ._launch import aligned, launch, triton_why_not
-from .quantize_triton import three_dims
+from .quantize_triton import readable, three_dims
 
 __all__ = [
     "from_tiled",
@@ -218,7 +218,8 @@ def _copy(
     """Launch the kernel over ``tiles`` rows of tiles for each matrix."""
     if tiled.numel() == 0:
         return
-    (b, r, c), strides, linear = three_dims(linear)
+    linear = readable(linear)
+    (b, r, c), strides = three_dims(linear.shape, linear.stride())
     first, stop = ranges if ranges is not None else (tiled, tiled)
     constants = {"TC": 4, "JAGGED": ranges is not None, "TO_TILED": to_tiled}
     launch(

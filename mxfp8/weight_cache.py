@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from mxfp8 import ops
 from mxfp8.recipe import CastSpec
 from mxfp8.rng import get_step
 from mxfp8.tensor import MXTensor
 
-__all__ = ["WeightCache", "quantize_weight"]
+__all__ = ["Key", "WeightCache", "quantize_weight"]
+
+Key = tuple[CastSpec, int]
+"""Which copy of a weight: the cast and the axis."""
 
 
 def quantize_weight(weight: torch.Tensor, spec: CastSpec, axis: int) -> MXTensor:
@@ -30,6 +35,9 @@ class WeightCache:
     writes through ``weight.data``; on CUDA that would stall the stream, so after writing through ``.data`` outside an
     optimiser call :meth:`clear` there. Nothing is cached under ``torch.compile``, in inference mode, or for fake
     tensors.
+
+    An optimiser that makes the copies itself, in the step that writes the weight, leaves them here with :meth:`put`.
+    Steps of optimisers of that kind do not outdate them (each raises the version of what it writes); all others do.
     """
 
     def __init__(self) -> None:
@@ -37,7 +45,9 @@ class WeightCache:
 
     def clear(self) -> None:
         """Forget every copy."""
-        self._copies: dict[tuple[CastSpec, int], MXTensor] = {}
+        self._copies: dict[Key, MXTensor] = {}
+        self._used: dict[Key, None] = {}
+        self._was_put = False
         self._weight: weakref.ref[torch.Tensor] | None = None
         self._state: tuple[Any, ...] = ()
         self._snapshot: torch.Tensor | None = None
@@ -47,15 +57,35 @@ class WeightCache:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not _has_version(weight):
             return quantize_weight(weight, spec, axis)
         if not self._is_current(weight):
-            self.clear()
-            self._weight, self._state = weakref.ref(weight), _state(weight)
-            self._snapshot = _bits(weight).clone() if weight.device.type == "cpu" else None
+            self._restart(weight, was_put=False)
         if (spec, axis) not in self._copies:
             self._copies[spec, axis] = quantize_weight(weight, spec, axis)
+        self._used[spec, axis] = None
         return self._copies[spec, axis]
 
+    def used(self, weight: torch.Tensor) -> tuple[Key, ...]:
+        """The ``(spec, axis)`` that were asked for since the weight last changed: what its next value is likely to be
+        asked for, and an optimiser may :meth:`put`."""
+        return tuple(self._used) if self._weight is not None and self._weight() is weight else ()
+
+    def put(self, weight: torch.Tensor, copies: Mapping[Key, MXTensor]) -> None:
+        """Take ``copies`` of ``weight`` as it is now, in place of all others.
+
+        For an optimiser inside its step, which must raise the weight's version before this call, and whose class says
+        so by an attribute ``fills_weight_caches`` that is true.
+        """
+        self.clear()
+        if _has_version(weight):
+            self._restart(weight, was_put=True)
+            self._copies.update(copies)
+
+    def _restart(self, weight: torch.Tensor, *, was_put: bool) -> None:
+        self.clear()
+        self._weight, self._was_put, self._state = weakref.ref(weight), was_put, _state(weight, was_put)
+        self._snapshot = _bits(weight).clone() if weight.device.type == "cpu" else None
+
     def _is_current(self, weight: torch.Tensor) -> bool:
-        if self._weight is None or self._weight() is not weight or self._state != _state(weight):
+        if self._weight is None or self._weight() is not weight or self._state != _state(weight, self._was_put):
             return False
         return self._snapshot is None or torch.equal(_bits(weight), self._snapshot)
 
@@ -64,8 +94,21 @@ def _has_version(weight: torch.Tensor) -> bool:
     return not (weight.is_inference() or weight.is_meta or isinstance(weight, FakeTensor))
 
 
-def _state(weight: torch.Tensor) -> tuple[Any, ...]:
-    return weight._version, weight.data_ptr(), weight.dtype, weight.device, get_step()
+def _state(weight: torch.Tensor, was_put: bool) -> tuple[Any, ...]:
+    steps = _other_steps if was_put else get_step()
+    return weight._version, weight.data_ptr(), weight.dtype, weight.device, steps
+
+
+_other_steps = 0  # of optimisers that do not say which weights they wrote
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _count_other(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    global _other_steps
+    _other_steps += not getattr(optimizer, "fills_weight_caches", False)
+
+
+register_optimizer_step_post_hook(_count_other)
 
 
 def _bits(weight: torch.Tensor) -> torch.Tensor:

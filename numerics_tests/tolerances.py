@@ -62,3 +62,33 @@ def hadamard_error(size: int, amax: float) -> float:
     """Error of one transformed entry: log2(n) additions, one multiplication and the rounded 1/sqrt(n), each u of at
     most sqrt(n) amax (Cauchy: n entries of amax, divided by sqrt(n))."""
     return (math.log2(size) + 2) * U32 * math.sqrt(size) * amax * 1.01
+
+
+def adamw_error(steps: int, lr: float, betas: tuple[float, float], largest_param: float, weight_decay: float) -> float:
+    """Largest difference of a parameter between two float32 evaluations of AdamW with the same gradients.
+
+    Step t moves a parameter by ``lr m / (sqrt(v) + eps)``, bias corrected. With G the largest gradient of an entry so
+    far, ``|m| <= G`` and ``v >= G^2 (1 - b2) b2^(t-1) / (1 - b2^t)``, so the ratio is at most k(t), the root of the
+    inverse; G divides out. Rounding: a step of m errs by at most 7u G and m forgets by b1, hence 8u G / (1 - b1) after
+    correction; the terms of v are positive, its relative error grows by 5u a step and is halved by the root; ten
+    operations and constants follow. Decay and subtraction round twice at the size of the parameter. Both evaluations
+    err, hence twice.
+    """
+    total = 0.0
+    for t in range(1, steps + 1):
+        ratio = math.sqrt((1 - betas[1] ** t) / ((1 - betas[1]) * betas[1] ** (t - 1)))
+        total += lr * ratio * (8 / (1 - betas[0]) + 2.5 * t + 10)
+        total += (2 + 2 * lr * weight_decay) * (largest_param + lr * ratio * t)
+    return 2 * U32 * total * 1.01
+
+
+def rowwise_adagrad_error(steps: int, lr: float, columns: int, largest_param: float) -> float:
+    """Largest difference of a parameter between two float32 evaluations of row-wise Adagrad with the same gradients.
+
+    The row's sum has positive terms: summed in any order, and over steps, its relative error is at most
+    (columns + steps + 3) u, halved by the root. A step moves an entry by ``lr g / sqrt(sum)``, at most
+    ``lr sqrt(columns)``; six operations, then the subtraction at the size of the parameter. Twice, as both err.
+    """
+    moved = lr * math.sqrt(columns)
+    each = moved * ((columns + steps + 3) / 2 + 6) + largest_param + moved * steps
+    return 2 * U32 * steps * each * 1.01
