@@ -12,7 +12,7 @@ import typer
 from torch import Tensor, nn
 
 import mxfp8
-from bench import _harness
+from bench import _harness, _linear_cuda
 from mxfp8.metrics import sqnr_db
 
 # A GEMM of two E4M3 operands with rceil scales has 28.5 dB or more, whatever the distribution; less 1.5 dB.
@@ -89,6 +89,9 @@ def main(
 ) -> None:
     """Time one forward and backward in bf16 (ratio above 1: ours is faster)."""
     target = _harness.resolve_device(device)
+    if target.type == "cuda":
+        _harness.report(_linear_cuda.cases(target, seconds), target, save)
+        return
     torch.manual_seed(0)
     reference = nn.Linear(k, n, bias=False, device=target)
     with torch.no_grad():  # bf16 values, so that the comparison holds no rounding of the weights

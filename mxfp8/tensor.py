@@ -437,10 +437,9 @@ def _flatten(q: MXTensor) -> tuple[list[torch.Tensor], tuple[str, int, BlockShap
 
 def _unflatten(children: Iterable[Any], context: Any) -> MXTensor:
     # Leaves may be anything while a tree is mapped, so the checks of __post_init__ do not apply here.
-    out = object.__new__(MXTensor)
     fmt, axis, block = context
-    out._set(*children, get_format(fmt), axis, block)
-    return out
+    qdata, scale_bytes = children
+    return MXTensor.trusted(qdata, scale_bytes, get_format(fmt), axis, block)
 
 
 pytree.register_pytree_node(
