@@ -7,8 +7,7 @@ binades, so this is where a coarser block could lose something: the SQNR of dW, 
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -18,6 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 import mxfp8
+from bench import _harness
 from gem_model.config import get_config
 from gem_model.jobs import DataSpec, build_model, load_data
 from gem_model.train import TrainConfig, Trainer
@@ -85,30 +85,46 @@ def measure(pairs: list[tuple[Tensor, Tensor]], dy_block: BlockShape, x_block: B
     return sum(sqnr) / len(sqnr), min(sqnr), sum(lost) / len(lost), max(lost)
 
 
+METRICS = (
+    ("sqnr_db_mean", "dB"),
+    ("sqnr_db_worst", "dB"),
+    ("underflow_mean", "fraction"),
+    ("underflow_worst", "fraction"),
+)
+
+
 def main(
     data: Annotated[str, typer.Option(help="ml-100k or synthetic")] = "ml-100k",
     history: Annotated[int, typer.Option(help="events of history")] = 16,
-    save: Annotated[Path | None, typer.Option(help="append the rows to this CSV")] = None,
+    save: Annotated[bool, typer.Option("--save", help="write the rows to bench/results/")] = False,
 ) -> None:
     """Print one row for each pair of blocks."""
     pairs = wgrads(data, (5, 40, 120), history)
-    table = Table(title=f"wgrad on {data}: {len(pairs)} GEMMs")
-    for column in COLUMNS[1:]:
-        table.add_column(column, justify="right")
+    table = Table("grad_output", "input", *(name for name, _ in METRICS), title=f"wgrad on {data}: {len(pairs)} GEMMs")
     rows = []
     for dy_block, x_block in BLOCKS:
+        names = ["x".join(map(str, block)) for block in (dy_block, x_block)]
         numbers = measure(pairs, dy_block, x_block)
-        names = ("x".join(map(str, dy_block)), "x".join(map(str, x_block)))
-        rows.append((data, *names, len(pairs), *(f"{n:.4g}" for n in numbers)))
-        table.add_row(*map(str, rows[-1][1:]))
+        table.add_row(*names, *(f"{n:.4g}" for n in numbers))
+        for (metric, unit), value in zip(METRICS, numbers, strict=True):
+            rows.append(_row(data, " . ".join(names), metric, value, unit))
     Console(width=120).print(table)
-    if save is not None:
-        new = not save.exists()
-        with save.open("a", newline="") as f:
-            writer = csv.writer(f, lineterminator="\n")
-            if new:
-                writer.writerow(COLUMNS)
-            writer.writerows(rows)
+    if save:
+        _harness.save_rows(_harness.results_folder(torch.device("cpu")) / "coalescing.csv", rows)
+
+
+def _row(data: str, case: str, metric: str, value: float, unit: str) -> _harness.Row:
+    value = float(f"{value:.4g}")
+    found = _harness.time_row(
+        bench="coalescing",
+        case=f"wgrad {case}",
+        shape=data,
+        ours=_harness.Timing(median_us=value, p20_us=value, p80_us=value),
+        baseline="none",
+        theirs=None,
+        device=torch.device("cpu"),
+    )
+    return replace(found, metric=metric, unit=unit, value=value, p20=value, p80=value)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,26 @@
-"""The portable kernels on a CPU, in Triton's interpreter: it must be on before kernels are imported, hence a process."""
+"""The portable kernels on a CPU, in Triton's interpreter: on before kernels are imported, so in another process."""
 
 import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-FILES = ["test_quantize_kernels.py"]
+HERE = Path(__file__).parent
+INTERPRETED = [*sorted((HERE / "interpreted").glob("test_*.py")), *sorted(HERE.glob("test_*_kernels.py"))]
+"""Files made for it, and those that hold every backend to one body, of which only the portable one runs here."""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("file", FILES)
-def test_interpreted(file: str) -> None:
+@pytest.mark.parametrize("path", INTERPRETED, ids=lambda p: p.stem)
+def test_interpreted(path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
-    path = os.path.join(os.path.dirname(__file__), file)
+    if path.parent == HERE:
+        command += ["-k", "triton"]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, path, "-k", "triton"], env=env, capture_output=True, text=True, timeout=900)
+    env.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run([*command, str(path)], env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

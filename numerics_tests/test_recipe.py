@@ -23,7 +23,7 @@ NAMED = {
     "mxfp8_rceil": (DEFAULT,) * 6,
     "mxfp8_floor": (FLOOR,) * 6,
     "mxfp8_square": (DEFAULT, CastSpec(block=(32, 32)), DEFAULT, CastSpec(block=(32, 32)), DEFAULT, DEFAULT),
-    "mxfp8_coalesced": (ROW, TILE, ROW, TILE, ROW, ROW),
+    "mxfp8_coalesced": (ROW, TILE, ROW, TILE, ROW, TILE),
     "mxfp8_rceil_wgrad_with_hp": (DEFAULT, DEFAULT, DEFAULT, DEFAULT, None, None),
     "mxfp8_robust": (DEFAULT, DEFAULT, SR, DEFAULT, replace(SR, hadamard=32), H),
 }
