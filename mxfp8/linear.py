@@ -188,7 +188,7 @@ def _pack_weights(plan: _Plan, weight: torch.Tensor, cache: WeightCache) -> list
     recipe, tensors = plan.recipe, []
     for gemm, spec, axis, needed in (
         ("fprop", recipe.fprop.rhs, -1, True),
-        ("dgrad", recipe.dgrad.rhs, -2, plan.needs_dgrad and not recipe.shares_weight),
+        ("dgrad", recipe.dgrad.rhs, -2, plan.needs_dgrad and not _one_copy(recipe, weight)),
     ):
         if spec is None or not needed:
             continue
@@ -201,11 +201,17 @@ def _pack_weights(plan: _Plan, weight: torch.Tensor, cache: WeightCache) -> list
     return tensors
 
 
+def _one_copy(recipe: LinearRecipe, weight: torch.Tensor) -> bool:
+    """Whether fprop and dgrad read the same bytes. A GPU's tensor cores want their operands contiguous along the axis
+    that is summed over, so there a square weight is kept in both orders all the same."""
+    return recipe.shares_weight and weight.device.type != "cuda"
+
+
 def _unpack_weights(plan: _Plan, weight: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> tuple[Operand, Operand]:
     """The weight operands of fprop and dgrad, both ``[N, K]``."""
     recipe, left = plan.recipe, list(tensors)
     w_fprop = _restore(left, recipe.fprop.rhs, -1) if recipe.fprop.rhs is not None else weight
-    if recipe.shares_weight and isinstance(w_fprop, MXTensor):
+    if _one_copy(recipe, weight) and isinstance(w_fprop, MXTensor):
         return w_fprop, w_fprop
     if not left:
         return w_fprop, weight

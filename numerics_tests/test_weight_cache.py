@@ -33,7 +33,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[CastSpec, int]]:
 @pytest.mark.parametrize("recipe", ["mxfp8_rceil", "mxfp8_square", "mxfp8_coalesced", "mxfp8_robust"])
 def test_a_weight_is_cast_once_per_optimiser_step(recipe: str, casts: list, device: torch.device) -> None:
     layer = make(recipe, device=device)
-    each = 1 if layer.recipe.shares_weight else 2
+    each = 1 if layer.recipe.shares_weight and device.type == "cpu" else 2  # a GPU keeps both orders
     optimizer = torch.optim.AdamW(layer.parameters())
     for step in range(1, 4):
         for _ in range(3):
