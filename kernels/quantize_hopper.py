@@ -178,17 +178,22 @@ def column_layout(bm: int, bk: int, warps: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([16, 2], [4, 8], [warps // wide, wide], [0, 1])
 
 
-def tile(block: tuple[int, int], column_block: tuple[int, int]) -> tuple[int, int, int, int]:
-    """``(BM, BK, warps, registers)``, 64 elements a thread: wider or taller where a block (rows, columns) asks for it.
-    Registers are limited where that lets one more program run beside the others and costs no spill."""
-    rows, cols = max(block[0], column_block[0]), max(block[1], column_block[1])
+def tile(rc: tuple[int, int], column_rc: tuple[int, int], both: bool) -> tuple[int, int, dict[str, int]]:
+    """``(BM, BK, options)`` for blocks (rows, columns) of either direction, or of columns alone: the fastest of those
+    that were timed on an H200. A limit on registers changes ptxas's schedule even where it is not reached."""
+    rows, cols = max(rc[0], column_rc[0]), max(rc[1], column_rc[1])
     if rows > 128:
-        return 256, 64, 8, 128
+        return 256, 64, {"num_warps": 8}
     if cols > 128:
-        return 64, 256, 8, 128
-    if block == (32, 32) == column_block:
-        return 64, 128, 4, 128
-    return 128, 128, 8, 80 if rows == 128 else 128
+        return 64, 256, {"num_warps": 8}
+    if rows == 128:
+        if not both and cols == 1:
+            return 128, 64, {"num_warps": 4}
+        nested = both and rc != column_rc and cols == 128 and column_rc[1] == 128
+        return 128, 128, {"num_warps": 8, "maxnreg": 80 if nested else 128}
+    if not both:
+        return 64, 128, {"num_warps": 8}
+    return 64, 128, {"num_warps": 4} if rc == column_rc else {"num_warps": 4, "maxnreg": 128}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -206,7 +211,8 @@ def _plan(
     if along.rc[1] * across.rc[0] > 128 * 128 or max(strides[-2], across.rows_padded) >= 2**22:
         return None
     (b, r, c), (x_b, x_r, _) = three_dims(shape, strides)
-    bm, bk, warps, registers = tile(along.rc, across.rc)
+    bm, bk, options = tile(along.rc, across.rc, block is not None)
+    warps = options["num_warps"]
     square = along.rc == (32, 32) == across.rc
     constants = {
         "BM": bm, "BK": bk, "RB": along.rc[0], "CB": along.rc[1], "TRB": across.rc[0], "TCB": across.rc[1], "FMT": FMT,
@@ -217,7 +223,6 @@ def _plan(
     (t_b, _, t_c), u = three(across.qdata_stride), three(across.scale_stride)
     ints = (r, c, across.rows_padded, x_b, x_r, q_b, s_b, s_r, s_c, t_b, t_c, *u)
     outputs = (across,) if block is None else (along, across)
-    options = {"num_warps": warps, "maxnreg": registers}
     return Plan(outputs, (b * -(-r // bm) * -(-c // bk), 1, 1), ints, constants, options)
 
 

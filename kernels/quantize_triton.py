@@ -155,12 +155,9 @@ class Layout:
     rows_padded: int
     rc: tuple[int, int]
 
-    def allocate(self, device: torch.device, zero: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uninitialised bytes of elements and scales; a kernel writes every one, padding included. ``zero`` clears the
-        elements for those who do not write the padding."""
+    def allocate(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Uninitialised bytes of elements and scales; a kernel writes every one, padding included."""
         qdata = empty(self.qdata_size, self.qdata_stride, device)
-        if zero and self.rows != self.rows_padded:
-            qdata.zero_()
         scale = empty(self.scale_size, self.scale_stride, device)
         return qdata if self.rows == self.rows_padded else qdata.narrow(-2, 0, self.rows), scale
 
@@ -315,14 +312,10 @@ def quantize_both(
 
     The bits are those of two calls of :func:`quantize`, to nearest.
     """
-    nearest = {"fmt": fmt, "scale_rule": scale_rule, "rounding": "nearest", "key": None, "satfinite": satfinite}
-    if block == column_block and block[0] == block[1]:
-        # The same codes, turned. One kernel with two stores of one tensor of codes would be the natural thing, but
-        # Triton 3.6 compiles that into wrong bytes (every fourth column).
-        q, s = quantize(x, axis=-1, block=block, **nearest)
-        t, u = layout(x.shape, -2, block).allocate(x.device, zero=True)
-        return q, s, t.copy_(q.view(torch.uint8)).view(fmt.dtype), u.copy_(s)
-    if block[1] * column_block[1] > 128 * 128:  # a tile that holds a whole block of both does not fit
+    # Two passes where no tile holds a block of both; and for one square block, because Triton 3.6 compiles two stores
+    # of one tensor of codes into wrong bytes (every fourth column).
+    if block[1] * column_block[1] > 128 * 128 or (block == column_block and block[0] == block[1]):
+        nearest = {"fmt": fmt, "scale_rule": scale_rule, "rounding": "nearest", "key": None, "satfinite": satfinite}
         return *quantize(x, axis=-1, block=block, **nearest), *quantize(x, axis=-2, block=column_block, **nearest)
     x = readable(x)
     FMT, RULE = element_codes(fmt, scale_rule)

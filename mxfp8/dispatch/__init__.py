@@ -24,6 +24,7 @@ from mxfp8.dispatch.compiled import OPERATORS
 from mxfp8.reference.attention import block_attention, generalized_attention, jagged_attention
 from mxfp8.reference.gemm import gemm, grouped_gemm
 from mxfp8.reference.hadamard import hadamard
+from mxfp8.reference.optim import adamw, rowwise_adagrad
 from mxfp8.reference.quantize import quantize, quantize_both
 
 __all__ = ["BACKENDS", "OPS", "Availability", "chosen", "explain", "is_available", "resolve", "why_not"]
@@ -40,6 +41,8 @@ OPS = (
     "jagged_attention",
     "generalized_attention",
     "block_attention",
+    "adamw",
+    "rowwise_adagrad",
 )
 
 _functions: dict[tuple[str, str], Callable[..., Any]] = {
@@ -51,8 +54,14 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {
     ("jagged_attention", "reference"): jagged_attention,
     ("generalized_attention", "reference"): generalized_attention,
     ("block_attention", "reference"): block_attention,
+    ("adamw", "reference"): adamw,
+    ("rowwise_adagrad", "reference"): rowwise_adagrad,
 }
-_FILES = {"quantize_both": "quantize"}  # ops that share a kernel file with another one
+_FILES = {
+    "quantize_both": "quantize",
+    "adamw": "optim",
+    "rowwise_adagrad": "optim",
+}  # ops that share a kernel file with another one
 _chosen: dict[tuple[str, str], str] = {}
 
 
