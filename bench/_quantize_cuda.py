@@ -12,6 +12,7 @@ from torch import Tensor
 import mxfp8
 from bench import _harness
 from bench._harness import Row, Timing, Variant
+from mxfp8 import fused
 from mxfp8.tensor import MXTensor
 
 SHAPES = ((65536, 1024), (65536, 4096))
@@ -19,6 +20,15 @@ SETS = 3  # of inputs, taken in turn: each is larger than the L2
 HOST_CALLS = 2000
 
 Cast = Callable[[Tensor], tuple[MXTensor, ...]]
+
+
+def _fused(device: torch.device, k: int) -> dict[str, Callable[..., object]]:
+    """Producers that can write MX copies instead of their value in bf16."""
+    weight = torch.ones(k, device=device, dtype=torch.bfloat16)
+    return {
+        "rmsnorm_both": lambda x, outputs: fused.norm_quantize(x, weight, outputs=outputs),
+        "silu_both": lambda x, outputs: fused.activation_quantize(x, "silu", outputs=outputs),
+    }
 
 
 def _columns(x: Tensor, block: tuple[int, int] = (1, 32)) -> tuple[MXTensor, ...]:
@@ -73,6 +83,23 @@ def cases(
                 )
                 for label in [v.name for v in variants[1:]]
             ]
+        for name, produce in _fused(device, k).items():
+            variants = [
+                _in_turn("ours", partial(produce, outputs=("rows", "columns")), inputs),
+                _in_turn("bf16_op", partial(produce, outputs=("hp",)), inputs),
+            ]
+            timings = _harness.time_variants(variants, device, seconds)
+            table.append(
+                _harness.time_row(
+                    bench="quantize",
+                    case=name,
+                    shape=f"{m}x{k}",
+                    ours=timings["ours"],
+                    baseline="bf16_op",
+                    theirs=timings["bf16_op"],
+                    device=device,
+                )
+            )
         del inputs
     return [*table, *host_cost(device)]
 

@@ -22,6 +22,12 @@ import torch
 
 from mxfp8.dispatch.compiled import OPERATORS
 from mxfp8.reference.attention import block_attention, generalized_attention, jagged_attention
+from mxfp8.reference.fused import (
+    activation_quantize,
+    activation_quantize_backward,
+    norm_quantize,
+    norm_quantize_backward,
+)
 from mxfp8.reference.gemm import gemm, grouped_gemm
 from mxfp8.reference.hadamard import hadamard
 from mxfp8.reference.optim import adamw, rowwise_adagrad
@@ -41,6 +47,10 @@ OPS = (
     "jagged_attention",
     "generalized_attention",
     "block_attention",
+    "activation_quantize",
+    "activation_quantize_backward",
+    "norm_quantize",
+    "norm_quantize_backward",
     "adamw",
     "rowwise_adagrad",
 )
@@ -54,11 +64,17 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {
     ("jagged_attention", "reference"): jagged_attention,
     ("generalized_attention", "reference"): generalized_attention,
     ("block_attention", "reference"): block_attention,
+    ("activation_quantize", "reference"): activation_quantize,
+    ("activation_quantize_backward", "reference"): activation_quantize_backward,
+    ("norm_quantize", "reference"): norm_quantize,
+    ("norm_quantize_backward", "reference"): norm_quantize_backward,
     ("adamw", "reference"): adamw,
     ("rowwise_adagrad", "reference"): rowwise_adagrad,
 }
 _FILES = {
     "quantize_both": "quantize",
+    "activation_quantize_backward": "activation_quantize",
+    "norm_quantize_backward": "norm_quantize",
     "adamw": "optim",
     "rowwise_adagrad": "optim",
 }  # ops that share a kernel file with another one
