@@ -117,17 +117,21 @@ def _kernel(
     x_ptr, q_ptr, s_ptr, t_ptr, u_ptr, R, C, R_PAD, x_b, x_r, q_b, s_b, s_r, s_c, t_b, t_c, u_b, u_r, u_c,
     BM: gl.constexpr, BK: gl.constexpr, RB: gl.constexpr, CB: gl.constexpr, TRB: gl.constexpr, TCB: gl.constexpr,
     FMT: gl.constexpr, RULE: gl.constexpr, SATFINITE: gl.constexpr, ROWS: gl.constexpr, WHOLE: gl.constexpr,
-    LA: gl.constexpr, LB: gl.constexpr,
+    LA: gl.constexpr, LB: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One tile ``[BM, BK]``: ``t, u`` along columns in blocks of (TRB, TCB), and with ``ROWS`` also ``q, s`` along rows
     in blocks of (RB, CB). ``LA`` is the layout for rows, ``LB`` the one for columns. Offsets inside a tile fit 32 bits.
     """
+    tiles_m = gl.cdiv(R, BM)
     tiles_k = gl.cdiv(C, BK)
-    tiles = gl.cdiv(R, BM) * tiles_k
     pid = gl.program_id(0)
-    b = (pid // tiles).to(gl.int64)
-    pm = (pid % tiles) // tiles_k
-    pk = pid % tiles_k
+    b = (pid // (tiles_m * tiles_k)).to(gl.int64)
+    # Down GROUP rows of tiles, then right: pieces of columns that lie side by side in memory are written together.
+    at = pid % (tiles_m * tiles_k)
+    first = (at // (GROUP * tiles_k)) * GROUP
+    down = min(tiles_m - first, GROUP)
+    pm = first + (at % (GROUP * tiles_k)) % down
+    pk = (at % (GROUP * tiles_k)) // down
     row = pm * BM
     col = pk * BK
     rows = gl.arange(0, BM, layout=gl.SliceLayout(1, LA))
@@ -161,15 +165,10 @@ def _kernel(
     store_bytes(u_ptr + b * u_b, byte, pm, pk, R, C, u_r, u_c, BM, BK, TRB, TCB, WHOLE)
 
 
-def row_layout(bk: int, itemsize: int, warps: int, square: bool = False) -> gl.BlockedLayout:
-    """Threads along rows, 16 bytes of input each; a warp on whole rows, or on squares of 32 where blocks are squares,
-    so that a block's maximum stays inside a warp."""
-    each = 16 // itemsize
-    if square:
-        wide = min(warps, bk // 32)
-        return gl.BlockedLayout([each // 2, each], [32 * each // 32, 32 // each], [warps // wide, wide], [1, 0])
-    lanes = min(32, bk // each)
-    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [warps, 1], [1, 0])
+def row_layout(bk: int, itemsize: int, warps: int) -> gl.BlockedLayout:
+    """Threads along rows: 16 bytes of input each."""
+    lanes = min(32, bk * itemsize // 16)
+    return gl.BlockedLayout([1, 16 // itemsize], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 def column_layout(bm: int, bk: int, warps: int) -> gl.BlockedLayout:
@@ -187,13 +186,12 @@ def tile(rc: tuple[int, int], column_rc: tuple[int, int], both: bool) -> tuple[i
     if cols > 128:
         return 64, 256, {"num_warps": 8}
     if rows == 128:
-        if not both and cols == 1:
-            return 128, 64, {"num_warps": 4}
-        nested = both and rc != column_rc and cols == 128 and column_rc[1] == 128
-        return 128, 128, {"num_warps": 8, "maxnreg": 80 if nested else 128}
+        if column_rc[1] > 1:  # tiles of 128x128 along the columns
+            return 128, 128, {"num_warps": 8}
+        return (128, 128, {"num_warps": 8, "maxnreg": 128}) if both else (128, 64, {"num_warps": 4})
     if not both:
         return 64, 128, {"num_warps": 8}
-    return 64, 128, {"num_warps": 4} if rc == column_rc else {"num_warps": 4, "maxnreg": 128}
+    return 64, 128, {"num_warps": 4} if rc == column_rc else {"num_warps": 4, "maxnreg": 96}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -213,11 +211,11 @@ def _plan(
     (b, r, c), (x_b, x_r, _) = three_dims(shape, strides)
     bm, bk, options = tile(along.rc, across.rc, block is not None)
     warps = options["num_warps"]
-    square = along.rc == (32, 32) == across.rc
     constants = {
         "BM": bm, "BK": bk, "RB": along.rc[0], "CB": along.rc[1], "TRB": across.rc[0], "TCB": across.rc[1], "FMT": FMT,
         "RULE": RULE, "SATFINITE": satfinite, "ROWS": block is not None, "WHOLE": r % bm == 0 and c % bk == 0,
-        "LA": row_layout(bk, itemsize, warps, square), "LB": column_layout(bm, bk, warps),
+        "LA": row_layout(bk, itemsize, warps), "LB": column_layout(bm, bk, warps),
+        "GROUP": 8 if block is not None else 2**14,
     }  # fmt: skip
     q_b, (s_b, s_r, s_c) = three(along.qdata_stride)[0], three(along.scale_stride)
     (t_b, _, t_c), u = three(across.qdata_stride), three(across.scale_stride)
