@@ -46,6 +46,45 @@ def gemm_error(
     return accumulated + OUT_UNIT[out_dtype] * (exact.abs() + accumulated) + SMALLEST[out_dtype]
 
 
+FP8_FRACTION_BITS = 13
+"""What Hopper's FP8 tensor core keeps of a term while it adds, relative to the largest one: at least so many bits after
+the leading one. (Ours, measured: of one product of 2^17 and 127 of 1/4, all of the latter are lost.)"""
+
+FP8_STEP, FP8_CHAIN = 32, 128
+"""Terms of one FP8 tensor-core instruction, and mostly of all that add to one running sum before it goes to float32."""
+
+
+def fp8_gemm_error(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    chain: int = FP8_CHAIN,
+) -> torch.Tensor:
+    """As :func:`gemm_error`, for products on Hopper's FP8 tensor cores with a float32 sum every ``chain`` of K.
+
+    One instruction aligns 32 products and the running sum to the largest of these 33 terms, ``t``, and cuts each at
+    ``FP8_FRACTION_BITS`` below: by less than ``q = 2^(floor(log2 t) - 13)``, by no more than the whole term, and not at
+    all if it is a multiple of q. These cuts add up over K; scales do not matter, as they are powers of two that all
+    terms of a chain share. Everything after a chain is float32 and in :func:`gemm_error`.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    cut = torch.zeros(m, n, dtype=torch.float64, device=a.device)
+    for first in range(0, k, chain):
+        exact = torch.zeros_like(cut)
+        before = cut.clone()
+        for at in range(first, min(first + chain, k), FP8_STEP):
+            part = slice(at, min(at + FP8_STEP, first + chain))
+            terms = (a[:, None, part] * b[None, :, part]).abs()
+            running = exact.abs() + (cut - before)
+            largest = torch.maximum(terms.amax(-1), running)
+            quantum = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 1 - FP8_FRACTION_BITS)
+            whole = terms.remainder(quantum[..., None]) == 0
+            cut = cut + terms.minimum(quantum[..., None]).masked_fill(whole, 0).sum(-1) + quantum.minimum(running)
+            exact += a[:, part] @ b[:, part].mT
+    return gemm_error(a, b, out_dtype, bias) + cut * (1 + OUT_UNIT[out_dtype])
+
+
 def sum_error(rows: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Largest error of a float32 column sum of ``rows[M, N]`` rounded to ``out_dtype``: a GEMM with ones."""
     ones = torch.ones(1, rows.shape[0], dtype=torch.float64, device=rows.device)
