@@ -48,9 +48,9 @@ def decoded(code, FMT: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _dequantize_kernel(
-    q_ptr, s_ptr, o_ptr, limit, R, C, q_b, q_r, q_c, s_b, s_r, s_c,
+    q_ptr, s_ptr, o_ptr, R, C, q_b, q_r, q_c, s_b, s_r, s_c,
     BM: tl.constexpr, BK: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr,
-    SATURATE: tl.constexpr, HARDWARE: tl.constexpr, WHOLE: tl.constexpr,
+    LIMIT: tl.constexpr, HARDWARE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One tile ``[BM, BK]`` of blocks of ``RB`` rows by ``CB`` columns; the output is contiguous ``[batch, R, C]``."""
     tiles_k = tl.cdiv(C, BK)
@@ -77,8 +77,8 @@ def _dequantize_kernel(
         values, factors = values.to(tl.float64), factors.to(tl.float64)
     blocks = tl.reshape(values, (BM // RS, RS, BK // CS, CS)) * factors[:, None, :, None]
     x = tl.reshape(blocks, (BM, BK))
-    if SATURATE:
-        x = tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))  # comparisons let NaN through
+    if LIMIT > 0:
+        x = tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))  # comparisons let NaN through
     x = narrow(x, DTYPE)
     o_at = o_ptr + (b * R + rows) * C + cols
     if WHOLE:
@@ -128,14 +128,14 @@ def dequantize(
     bm, bk = _tile(block, r, c)
     whole = r % max(bm, block[0]) == 0 and c % max(bk, block[1]) == 0
     constants = {
-        "BM": bm, "BK": bk, "RB": block[0], "CB": block[1], "FMT": fmt, "DTYPE": DTYPES[dtype], "SATURATE": saturate,
+        "BM": bm, "BK": bk, "RB": block[0], "CB": block[1], "FMT": fmt, "DTYPE": DTYPES[dtype], "LIMIT": torch.finfo(dtype).max if saturate else 0.0,
         "HARDWARE": hardware(qdata.device), "WHOLE": whole,
     }  # fmt: skip
     launch(
         _dequantize_kernel,
         (b, r, c, q_strides, s_strides, tuple(constants.values()), aligned(codes, scales, out)),
         (b * -(-r // bm) * -(-c // bk), 1, 1),
-        (codes, scales, out, torch.finfo(dtype).max if saturate else 0.0, r, c, *q_strides, *s_strides),
+        (codes, scales, out, r, c, *q_strides, *s_strides),
         constants,
         qdata.device,
         num_warps=4,

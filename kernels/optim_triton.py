@@ -341,7 +341,9 @@ def _plan(param: torch.Tensor, casts: Sequence[Any], largest: int = _LARGEST_TIL
     """At most two casts, of which one tile of the weight, of ``largest`` elements, holds whole blocks."""
     layouts = [layout(tuple(param.shape), cast.axis, tuple(cast.block)) for cast in casts[:2]]
     tile = _tile([lay.rc for lay in layouts], param)
-    if len(layouts) > 1 and tile[0] * tile[1] > largest:
+    # One square block both ways would be one tensor of codes stored in two layouts, which Triton 3.6 compiles wrongly.
+    same = len(layouts) > 1 and layouts[0].rc == layouts[1].rc
+    if len(layouts) > 1 and (same or tile[0] * tile[1] > largest):
         layouts = layouts[:1]
         tile = _tile([layouts[0].rc], param)
     copies, pointers, strides, constants = [], [param] * 4, [0] * 14, [1, 1, 0, 0, False] * 2

@@ -1,0 +1,109 @@
+"""Grouped MXFP8 matrix products on Hopper (sm_90a): the rows of each group times that group's matrix, by the kernel of
+:mod:`gemm_hopper` where scales are coalesced.
+
+Group ends stay on the device. A first, tiny kernel turns them into a table of tiles, none of which spans two groups;
+the product's programs take their places from it, so that a CUDA graph replays with new groups. Other blocks go to
+:mod:`grouped_gemm_triton`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from . import grouped_gemm_triton
+from ._gemm_exact import Block
+from ._launch import launch
+from .gemm_hopper import Plan, make_plan, run, small, tma_ready, tma_stores, why_not
+from .grouped_gemm_triton import find_group
+
+__all__ = ["grouped_gemm", "why_not"]
+
+
+def grouped_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_block: Block | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_block: Block | None,
+    *,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows of group ``g`` of ``a[M, K]`` times ``b[g, N, K].T``; contract in :func:`mxfp8.grouped_gemm`.
+
+    Args:
+        a: as in :func:`gemm_hopper.gemm`.
+        b: ``[G, N, K]``, with scales ``[G, ceil(N/r), ceil(K/c)]`` if float8; any strides.
+        offs: int32 or int64 ``[G]`` on the same device, end of each group's rows, not decreasing; it is not read on the
+            host, and not checked.
+
+    Returns:
+        ``[M, N]`` of ``out_dtype``; rows past ``offs[-1]`` are zero and what ``a`` holds there is not used.
+
+    **Numerics.** As :func:`gemm_hopper.gemm` for coalesced scales, as :func:`grouped_gemm_triton.grouped_gemm` for
+    others.
+    """
+    (M, K), (G, N) = a.shape, b.shape[:2]
+    coarse = a_block is not None and b_block is not None and min(a_block[1], b_block[1]) >= 128
+    if not coarse or 0 in (M, N, K, G):
+        return grouped_gemm_triton.grouped_gemm(
+            a, a_scale, a_block, b, b_scale, b_block, offs=offs, out_dtype=out_dtype
+        )
+    assert a_scale is not None
+    assert b_scale is not None
+    assert a_block is not None
+    assert b_block is not None
+    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    a, rows = tma_ready(a), _rows_of_matrices(b)
+    a_scale, b_scale = small(a_scale), small(b_scale)
+    plan = _plan(
+        (M, N, K), G, (*a_scale.stride(), *b_scale.stride()), a_block, b_block, tma_stores(out), out.device.index
+    )
+    table = _table(offs, M, G, plan.tile.height)
+    run(plan, a, a_scale, rows, b_scale, b_scale.stride(), None, out, table)
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, int, int], groups: int, scale_strides: tuple[int, ...], a_block: Block, b_block: Block, tma: bool,
+    device: int,
+) -> Plan:  # fmt: skip
+    """One plan for each set of integers that Triton specialises on."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return make_plan(shape, a_block, b_block, False, tma, False, sms, groups=groups)
+
+
+def _rows_of_matrices(b: torch.Tensor) -> torch.Tensor:
+    """``b[G, N, K]`` as ``[G * N, K]``, which one TMA descriptor covers; a copy where strides do not allow that."""
+    G, N, K = b.shape
+    if b.stride(0) != N * b.stride(1):
+        b = b.contiguous()
+    return tma_ready(b.as_strided((G * N, K), (b.stride(1), b.stride(2))))
+
+
+def _table(offs: torch.Tensor, M: int, G: int, height: int) -> torch.Tensor:
+    """For each row of tiles its first row, where its rows end, and its group (-1: none, the output is zero)."""
+    tiles = M // height + G + 1
+    table = torch.empty((tiles, 3), dtype=torch.int32, device=offs.device)
+    offs = offs.contiguous()
+    constants = {"BM": height, "GROUPS": triton.next_power_of_2(G + 1)}
+    key = (*constants.values(), M, G, offs.dtype, offs.data_ptr() % 16)
+    launch(_table_kernel, key, (tiles, 1, 1), (offs, table, M, G), constants, offs.device, num_warps=1)
+    return table
+
+
+@triton.jit(do_not_specialize=["M", "G"])
+def _table_kernel(offs_ptr, table_ptr, M, G, BM: tl.constexpr, GROUPS: tl.constexpr):
+    """One entry of the table. After the last tile, entries are empty."""
+    at = tl.program_id(0)
+    group, row, end = find_group(offs_ptr, at, M, G, BM, GROUPS)
+    past = group > G
+    tl.store(table_ptr + 3 * at, tl.where(past, 0, row))
+    tl.store(table_ptr + 3 * at + 1, tl.where(past, 0, end))
+    tl.store(table_ptr + 3 * at + 2, tl.where(group >= G, -1, group))
