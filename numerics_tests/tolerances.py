@@ -131,3 +131,70 @@ def rowwise_adagrad_error(steps: int, lr: float, columns: int, largest_param: fl
     moved = lr * math.sqrt(columns)
     each = moved * ((columns + steps + 3) / 2 + 6) + largest_param + moved * steps
     return 2 * U32 * steps * each * 1.01
+
+
+def activation_error(activation: str, x: torch.Tensor) -> torch.Tensor:
+    """Largest error of a float32 activation of ``x`` (float64 values of float32 numbers), per entry; swiglu is silu.
+
+    silu: the argument of the power of two takes two roundings (2u |x| of the power), the power 4u, the sum and the
+    reciprocal 3u, the product 1u: (2 |x| + 8) u, rounded up for the second order. gelu_tanh: its argument z takes five
+    roundings more. Reciprocals of 2**126 and above count as zero. gelu: the argument costs u, erf 4u, ``1 + erf`` 2u of
+    at most 2, times |x| / 2, and one product: 5u |x| in all.
+    """
+    if activation in ("relu", "hardswish"):
+        return torch.zeros_like(x)  # the same operations everywhere
+    if activation == "gelu":
+        return 5 * U32 * x.abs() + SMALLEST[torch.float32]
+    z = x if activation != "gelu_tanh" else x * math.sqrt(8 / math.pi) * (1 + 0.044715 * x * x)
+    roundings = 2 * x.abs() + 10 if activation != "gelu_tanh" else 7 * z.abs() + 11
+    return roundings * U32 * (x * torch.sigmoid(z)).abs() + x.abs() * 2.0**-126
+
+
+def activation_gradient_error(activation: str, x: torch.Tensor) -> torch.Tensor:
+    """Largest error of a float32 derivative of an activation, per entry; what multiplies it rounds once more each.
+
+    silu, ``s (1 + x (1 - s))``: with the error of s as above, s u (2 |x| + 10)(|x| + 2). gelu: 3.5u of the cumulative
+    part, the density's 1.5 x^2 + 6 roundings times |x| phi(x), at most 2.2u, and the sum: 8u. gelu_tanh:
+    ``s + x s (1 - s) w`` with 7 |z| + 9 roundings of s, twice and 6 more in the second term.
+    """
+    if activation in ("relu", "hardswish"):
+        return torch.zeros_like(x)
+    if activation == "gelu":
+        return torch.full_like(x, 8 * U32)
+    if activation == "gelu_tanh":
+        z = x * math.sqrt(8 / math.pi) * (1 + 0.044715 * x * x)
+        s, w = torch.sigmoid(z), math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * x * x)
+        second = (x * s * (1 - s) * w).abs()
+        return U32 * (s * (7 * z.abs() + 11) + second * (14 * z.abs() + 26)) + x.abs() * w * 2.0**-126
+    s = torch.sigmoid(x)
+    return U32 * s * (2 * x.abs() + 10) * (x.abs() + 2) + (1 + x.abs()) * 2.0**-126
+
+
+def rms_error(width: int) -> float:
+    """Relative error of ``1 / sqrt(mean(x^2) + eps)`` in float32: width + 2 roundings of a sum of positive terms, 4 of
+    the division and one of eps, halved by the root, then root and reciprocal."""
+    return ((width + 7) / 2 + 2.5) * U32
+
+
+def layer_error(width: int, mean_over_sigma: float) -> float:
+    """Relative error of LayerNorm's ``rstd``. Every mean is off by at most (width + 4) u of mean|x|, and a deviation
+    from a wrong mean by as much: twice that, relative to sigma, beside :func:`rms_error`."""
+    return rms_error(width) + 2 * (width + 4) * U32 * mean_over_sigma
+
+
+def norm_gradient_error(
+    g: torch.Tensor, normed: torch.Tensor, factor: torch.Tensor, group: int, centred: bool
+) -> torch.Tensor:
+    """Largest error of ``factor (g - n mean(g n) - mean(g))`` for float64 ``[..., C]`` operands with ``group`` columns
+    to a mean: n takes 2 roundings, g one, a mean of products group + 5 of the mean of magnitudes, one of g group + 3,
+    the differences and products 4 of each term."""
+
+    def mean(v: torch.Tensor) -> torch.Tensor:
+        parts = [p.mean(-1, keepdim=True).expand_as(p) for p in v.split(group, -1)]
+        return torch.cat(parts, -1)
+
+    along, size = mean(g * normed).abs(), mean((g * normed).abs())
+    inner = 6 * (g.abs() + normed.abs() * along) + normed.abs() * (group + 6) * size
+    if centred:
+        inner = inner + 4 * mean(g).abs() + (group + 4) * mean(g.abs())
+    return 1.01 * U32 * factor * inner + SMALLEST[torch.float32]

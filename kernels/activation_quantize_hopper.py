@@ -1,0 +1,314 @@
+"""Activations that end in MX casts along columns, or both ways, at copy speed on Hopper (Gluon).
+
+As in ``quantize_hopper``, a tile is loaded along rows and changes its layout once, so that every thread ends up with 16
+consecutive rows of two columns. What changes layout is the input where computing its value twice is cheap (relu of a
+16-bit input without a bias), the rounded value where that is what is cast, and else the float32 value.
+
+Results without columns, and inputs whose rows are not 16-byte aligned, go to ``activation_quantize_triton``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from . import activation_quantize_triton as portable
+from ._device import scale_byte
+from ._gluon import gl, gluon
+from .activation_quantize_triton import (
+    ACTIVATIONS,
+    Copies,
+    Maybe,
+    Plan,
+    activate,
+    as_elements,
+    gradient,
+    halves_apart,
+    in_turn,
+    run,
+)
+from .quantize_hopper import (
+    block_amax,
+    codes_of,
+    column_layout,
+    outer_amax,
+    row_layout,
+    store_bytes,
+    store_columns,
+    why_not,
+)
+from .quantize_triton import readable, three_dims
+
+__all__ = ["activation_quantize", "activation_quantize_backward", "why_not"]
+
+
+@gluon.jit
+def store_copies(
+    y, z, q_ptr, s_ptr, t_ptr, u_ptr, b, pm, pk, R, C, R_PAD, FIRST, PITCH, ROWS: gl.constexpr, RB: gl.constexpr,
+    CB: gl.constexpr, TRB: gl.constexpr, TCB: gl.constexpr, FMT: gl.constexpr, RULE: gl.constexpr,
+    SATFINITE: gl.constexpr, WHOLE: gl.constexpr, LA: gl.constexpr, LB: gl.constexpr,
+):  # fmt: skip
+    """Cast tile ``(pm, pk)`` of float32 values, zero where it sticks out, and store it: with ``ROWS`` along rows from
+    ``y`` (layout ``LA``), and along columns from ``z``, the same values in layout ``LB`` (rows in registers).
+
+    ``FIRST`` and ``PITCH`` as in :func:`activation_quantize_triton.store_copies`.
+    """
+    BM: gl.constexpr = y.shape[0]
+    BK: gl.constexpr = y.shape[1]
+    NESTED: gl.constexpr = ROWS and TRB % RB == 0 and TCB % CB == 0
+    if ROWS:
+        amax = block_amax(y, RB, CB)
+        byte = scale_byte(amax, FMT, RULE, SATFINITE)
+        store_tile(codes_of(y, byte, RB, CB, FMT, LA), q_ptr, b, pm, pk, R, C, FIRST, PITCH, WHOLE, LA)
+        height = gl.cdiv(R, RB)
+        s_at = s_ptr + (b * gl.cdiv(PITCH, CB) + FIRST // CB) * height
+        store_bytes(s_at, byte, pm, pk, R, C, 1, height, BM, BK, RB, CB, WHOLE)
+    if NESTED:
+        outer = outer_amax(amax, TRB // RB, TCB // CB)
+    else:
+        outer = block_amax(z, TRB, TCB)
+    byte = scale_byte(outer, FMT, RULE, SATFINITE)
+    codes = codes_of(z, byte, TRB, TCB, FMT, LB)
+    store_columns(t_ptr + (b * PITCH + FIRST) * R_PAD, codes, pm, pk, R, R_PAD, C, R_PAD, BM, BK, WHOLE, LB)
+    width = gl.cdiv(PITCH, TCB)
+    u_at = u_ptr + b * gl.cdiv(R, TRB) * width + FIRST // TCB
+    store_bytes(u_at, byte, pm, pk, R, C, width, 1, BM, BK, TRB, TCB, WHOLE)
+
+
+@gluon.jit
+def load_tile(
+    x_ptr, pm, pk, R, C, x_r, FIRST, BM: gl.constexpr, BK: gl.constexpr, WHOLE: gl.constexpr, L: gl.constexpr,
+    HINT: gl.constexpr,
+):  # fmt: skip
+    """Tile ``(pm, pk)`` of the ``C`` columns from ``FIRST`` on, in its own dtype; zero outside."""
+    row = pm * BM
+    col = pk * BK
+    rows = gl.arange(0, BM, layout=gl.SliceLayout(1, L))
+    cols = gl.arange(0, BK, layout=gl.SliceLayout(0, L))
+    where = x_ptr + row.to(gl.int64) * x_r + FIRST + col + (rows[:, None] * x_r + cols[None, :])
+    if WHOLE:
+        return gl.load(where, eviction_policy=HINT)
+    else:
+        inside = (row + rows < R)[:, None] & (col + cols < C)[None, :]
+        return gl.load(where, mask=inside, other=0.0, eviction_policy=HINT)
+
+
+@gluon.jit
+def load_row(w_ptr, pk, C, FIRST, BK: gl.constexpr, L: gl.constexpr):
+    """``[1, BK]`` of a vector's ``C`` entries from ``FIRST`` on, as float32 in the columns of layout ``L``."""
+    cols = pk * BK + gl.arange(0, BK, layout=gl.SliceLayout(0, L))
+    return gl.expand_dims(gl.load(w_ptr + FIRST + cols, mask=cols < C, other=0.0).to(gl.float32), 0)
+
+
+@gluon.jit
+def place(R, C, BM: gl.constexpr, BK: gl.constexpr, DOWN: gl.constexpr):
+    """``(batch, tile row, tile column)`` of this program. Down ``DOWN`` rows of tiles, then right: pieces of columns
+    that lie side by side in memory are written together."""
+    tiles_m = gl.cdiv(R, BM)
+    tiles_k = gl.cdiv(C, BK)
+    pid = gl.program_id(0)
+    at = pid % (tiles_m * tiles_k)
+    first = (at // (DOWN * tiles_k)) * DOWN
+    down = gl.minimum(tiles_m - first, DOWN)
+    pm = first + (at % (DOWN * tiles_k)) % down
+    return (pid // (tiles_m * tiles_k)).to(gl.int64), pm, (at % (DOWN * tiles_k)) // down
+
+
+@gluon.jit
+def inside_only(y, pm, pk, R, C, WHOLE: gl.constexpr, L: gl.constexpr):
+    """``y`` with zeros where the tile sticks out."""
+    if WHOLE:
+        return y
+    else:
+        rows = pm * y.shape[0] + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, L))
+        cols = pk * y.shape[1] + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, L))
+        return gl.where((rows < R)[:, None] & (cols < C)[None, :], y, 0.0)
+
+
+@gluon.jit
+def store_tile(y, y_ptr, b, pm, pk, R, C, FIRST, PITCH, WHOLE: gl.constexpr, L: gl.constexpr):
+    """Store a tile of any dtype into a contiguous ``[batch, R, PITCH]``."""
+    BM: gl.constexpr = y.shape[0]
+    BK: gl.constexpr = y.shape[1]
+    rows = gl.arange(0, BM, layout=gl.SliceLayout(1, L))
+    cols = gl.arange(0, BK, layout=gl.SliceLayout(0, L))
+    where = y_ptr + (b * R + pm * BM) * PITCH + FIRST + pk * BK + (rows[:, None] * PITCH + cols[None, :])
+    if WHOLE:
+        gl.store(where, y)
+    else:
+        gl.store(where, y, mask=(pm * BM + rows < R)[:, None] & (pk * BK + cols < C)[None, :])
+
+
+@gluon.jit
+def _forward_kernel(
+    x_ptr, bias_ptr, y_ptr, q_ptr, s_ptr, t_ptr, u_ptr, R, C, R_PAD, x_b, x_r,
+    BM: gl.constexpr, BK: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, HP: gl.constexpr, ROUND: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, RB: gl.constexpr, CB: gl.constexpr, TRB: gl.constexpr,
+    TCB: gl.constexpr, FMT: gl.constexpr, RULE: gl.constexpr, SATFINITE: gl.constexpr, HARDWARE: gl.constexpr,
+    TWICE: gl.constexpr, WHOLE: gl.constexpr, LA: gl.constexpr, LB: gl.constexpr, DOWN: gl.constexpr,
+):  # fmt: skip
+    """One tile ``[BM, BK]`` of the result. ``TWICE``: the value is computed again for the columns, from the input."""
+    b, pm, pk = place(R, C, BM, BK, DOWN)
+    x = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, 0, BM, BK, WHOLE, LA, "")
+    xf = x.to(gl.float32)
+    if BIAS:
+        xf += load_row(bias_ptr, pk, C, 0, BK, LA)
+    if ACT == 5:
+        up = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, C, BM, BK, WHOLE, LA, "").to(gl.float32)
+        if BIAS:
+            up += load_row(bias_ptr, pk, C, C, BK, LA)
+        y = activate(xf, 3, HARDWARE) * up
+    else:
+        y = activate(xf, ACT, HARDWARE)
+    if BIAS:
+        y = inside_only(y, pm, pk, R, C, WHOLE, LA)
+    if HP or ROUND:
+        low = y.to(y_ptr.dtype.element_ty)
+        if HP:
+            store_tile(low, y_ptr, b, pm, pk, R, C, 0, C, WHOLE, LA)
+        if ROUND:
+            y = low.to(gl.float32)
+    if ROUND:
+        z = gl.convert_layout(low, LB).to(gl.float32)
+    elif TWICE:
+        z = activate(gl.convert_layout(x, LB).to(gl.float32), ACT, HARDWARE)
+    else:
+        z = gl.convert_layout(y, LB)
+    store_copies(
+        y, z, q_ptr, s_ptr, t_ptr, u_ptr, b, pm, pk, R, C, R_PAD, 0, C, ROWS, RB, CB, TRB, TCB, FMT, RULE, SATFINITE,
+        WHOLE, LA, LB,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, bias_ptr, dx_ptr, sum_ptr, q_ptr, s_ptr, t_ptr, u_ptr, R, C, R_PAD, x_b, x_r, dy_b, dy_r,
+    BM: gl.constexpr, BK: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, HP: gl.constexpr, ROUND: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, RB: gl.constexpr, CB: gl.constexpr, TRB: gl.constexpr,
+    TCB: gl.constexpr, FMT: gl.constexpr, RULE: gl.constexpr, SATFINITE: gl.constexpr, HARDWARE: gl.constexpr,
+    TWICE: gl.constexpr, WHOLE: gl.constexpr, LA: gl.constexpr, LB: gl.constexpr, DOWN: gl.constexpr,
+):  # fmt: skip
+    """One tile ``[BM, BK]`` of ``dy``: the tile of ``dx``, or for swiglu two tiles ``C`` columns apart. With ``BIAS``
+    the column sums of the tile go to row ``b * tiles + pm`` of ``sum``."""
+    b, pm, pk = place(R, C, BM, BK, DOWN)
+    x = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, 0, BM, BK, WHOLE, LA, "").to(gl.float32)
+    dy = load_tile(dy_ptr + b * dy_b, pm, pk, R, C, dy_r, 0, BM, BK, WHOLE, LA, "").to(gl.float32)
+    if BIAS:
+        x += load_row(bias_ptr, pk, C, 0, BK, LA)
+    HALVES: gl.constexpr = 2 if ACT == 5 else 1
+    for half in gl.static_range(HALVES):
+        if ACT != 5:
+            dx = gradient(x, dy, ACT, HARDWARE)
+        elif half == 0:
+            up = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, C, BM, BK, WHOLE, LA, "").to(gl.float32)
+            if BIAS:
+                up += load_row(bias_ptr, pk, C, C, BK, LA)
+            dx = gradient(x, dy * up, 3, HARDWARE)
+        else:
+            dx = dy * activate(x, 3, HARDWARE)
+        first = half * C
+        pitch = HALVES * C
+        if HP or ROUND:
+            low = dx.to(dx_ptr.dtype.element_ty)
+            if HP:
+                store_tile(low, dx_ptr, b, pm, pk, R, C, first, pitch, WHOLE, LA)
+        exact = gl.convert_layout(dx, LB)
+        if BIAS:
+            total = gl.sum(exact, axis=0)  # dy is zero outside
+            cols = pk * BK + gl.arange(0, BK, layout=gl.SliceLayout(0, LB))
+            gl.store(sum_ptr + (b * gl.cdiv(R, BM) + pm) * pitch + first + cols, total, mask=cols < C)
+        if ROUND:
+            dx = low.to(gl.float32)
+            exact = exact.to(dx_ptr.dtype.element_ty).to(gl.float32)
+        store_copies(
+            dx, exact, q_ptr, s_ptr, t_ptr, u_ptr, b, pm, pk, R, C, R_PAD, first, pitch, ROWS, RB, CB, TRB, TCB, FMT,
+            RULE, SATFINITE, WHOLE, LA, LB,
+        )  # fmt: skip
+
+
+def tile(copies: Copies, tiles: int) -> tuple[int, int, dict[str, int]]:
+    """``(BM, BK, options)`` for a kernel that holds ``tiles`` tiles of float32 values or of input at a time, none if it
+    computes ``TWICE``: as many threads as leave registers for two programs or more on a multiprocessor."""
+    rows, cols = max((b[0] for b in copies.blocks), default=1), max((b[1] for b in copies.blocks), default=1)
+    if max(rows, cols) <= 64:
+        return 64, 128, {"num_warps": 8 if tiles else 4}
+    bm, bk = (256, 64) if rows > 128 else (64, 256) if cols > 128 else (128, 128)
+    return bm, bk, {"num_warps": 16} if tiles > 1 else {"num_warps": 8, "maxnreg": 128}
+
+
+def aligned_rows(strides: tuple[int, ...], width: int) -> bool:
+    """Whether rows of ``width`` columns can be read 16 bytes at a time with 32-bit offsets inside a tile. Triton looks
+    for multiples of 16 elements, whatever their size."""
+    return strides[-1] == 1 and all(n % 16 == 0 for n in (width, *strides[:-1])) and strides[-2] < 2**22
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, ...], strides: tuple[int, ...], dy_strides: tuple[int, ...] | None, itemsize: int, bias: bool,
+    activation: str, casts: Any,
+) -> Plan | None:  # fmt: skip
+    """As the portable ``_plan``; None where these kernels cannot run, or have nothing to gain."""
+    width = shape[-1] // (2 if activation == "swiglu" else 1)
+    if "columns" not in casts.outputs or 0 in shape or not aligned_rows(strides, width):
+        return None
+    if max(shape[-2:]) >= 2**22 or (dy_strides is not None and not aligned_rows(dy_strides, width)):
+        return None
+    result = (*shape[:-1], width) if dy_strides is None else shape
+    copies = Copies.of(result, casts, True)
+    (b, r, _), x_strides = three_dims(shape, strides)
+    more = () if dy_strides is None else three_dims((*shape[:-1], width), dy_strides)[1]
+    twice = activation == "relu" and not bias and itemsize == 2 and not casts.round_first
+    twice = twice and dy_strides is None
+    bm, bk, options = tile(copies, 0 if twice else 1 + (activation == "swiglu") + (dy_strides is not None))
+    warps = options["num_warps"]
+    constants = {
+        "BM": bm, "BK": bk, "ACT": ACTIVATIONS[activation], "BIAS": bias, "HP": "hp" in casts.outputs,
+        "ROUND": casts.round_first, **copies.constants, "TWICE": twice,
+        "WHOLE": r % bm == 0 and width % bk == 0,
+        "LA": row_layout(bk, itemsize, warps), "LB": column_layout(bm, bk, warps), "DOWN": 8,
+    }  # fmt: skip
+    ints = (r, width, copies.across.rows_padded, *x_strides[:2], *more[:2])
+    return Plan(copies, result, (b * -(-r // bm), -(-width // bk), 1), ints, constants, options)
+
+
+def activation_quantize(
+    x: torch.Tensor, bias: torch.Tensor | None, *, activation: str, casts: Any
+) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe]:
+    """Contract in ``mxfp8.reference.fused.activation_quantize``."""
+    return in_turn(lambda c: _forward(x, bias, activation, c), casts)
+
+
+def activation_quantize_backward(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, *, activation: str, casts: Any
+) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]:
+    """Contract in ``mxfp8.reference.fused.activation_quantize_backward``."""
+    return in_turn(lambda c: _backward(dy, x, bias, activation, c), casts)
+
+
+def _forward(x: torch.Tensor, bias: torch.Tensor | None, activation: str, casts: Any) -> tuple[Any, ...]:
+    x, bias = readable(x), None if bias is None else bias.contiguous()
+    plan = _plan(x.shape, x.stride(), None, x.itemsize, bias is not None, activation, casts)
+    if plan is None or x.data_ptr() % 16:
+        return portable.activation_quantize(x, bias, activation=activation, casts=casts)
+    copies = plan.copies.allocate(x.device)
+    y = torch.empty(plan.shape, dtype=x.dtype, device=x.device) if "hp" in casts.outputs else None
+    run(_forward_kernel, plan, (x, bias), (y, *copies))
+    return *as_elements(copies, casts.fmt, False), y
+
+
+def _backward(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: str, casts: Any
+) -> tuple[Any, ...]:
+    x, dy, bias = readable(x), readable(dy), None if bias is None else bias.contiguous()
+    plan = None
+    if activation != "swiglu" or halves_apart(dy.shape[-1], casts):
+        plan = _plan(x.shape, x.stride(), dy.stride(), x.itemsize, bias is not None, activation, casts)
+    if plan is None or x.data_ptr() % 16 or dy.data_ptr() % 16 or dy.dtype != x.dtype:
+        return portable.activation_quantize_backward(dy, x, bias, activation=activation, casts=casts)
+    copies = plan.copies.allocate(x.device)
+    dx = torch.empty(plan.shape, dtype=x.dtype, device=x.device) if "hp" in casts.outputs else None
+    sums = None if bias is None else x.new_empty((plan.grid[0], x.shape[-1]), dtype=torch.float32)
+    run(_backward_kernel, plan, (dy, x, bias), (dx, sums, *copies))
+    return *as_elements(copies, casts.fmt, False), dx, None if sums is None else sums.sum(0)

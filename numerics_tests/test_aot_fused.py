@@ -1,0 +1,146 @@
+"""The fused kernels compiled for sm_90 (and the portable ones for sm_100) without a GPU: that they compile, how much
+they spill, and that a transposed store is still one of 16 bytes. The launch plans are the real ones.
+"""
+
+import os
+import re
+import subprocess
+from typing import Any
+
+import pytest
+
+from mxfp8.formats import get_format, get_scale_rule
+from mxfp8.reference.fused import Casts
+
+pytest.importorskip("triton", reason="compiles Triton kernels")
+import triton
+from mxfp8.kernels import activation_quantize_hopper as activation_hopper
+from mxfp8.kernels import activation_quantize_triton as activation_triton
+from mxfp8.kernels import norm_quantize_hopper as norm_hopper
+from mxfp8.kernels import norm_quantize_triton as norm_triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+pytestmark = [
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled here"),
+    pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="counts are those of triton 3.6"),
+]
+
+FLOATS = {"w_ptr", "bias_ptr", "mean_ptr", "rstd_ptr", "dw_ptr", "db_ptr", "sum_ptr"}
+CODES = {"q_ptr", "s_ptr", "t_ptr", "u_ptr"}
+ROWS, COLUMNS = 4096, 1024
+BIN = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+
+
+def casts(block: tuple[int, int], column_block: tuple[int, int], outputs: tuple[str, ...]) -> Casts:
+    return Casts(
+        outputs=outputs, round_first=False, fmt=get_format("e4m3"), block=block, column_block=column_block,
+        scale_rule=get_scale_rule("rceil"), satfinite=False,
+    )  # fmt: skip
+
+
+def compiled(kernel: Any, plan: Any, gluon: bool, arch: int = 90) -> Any:
+    """``kernel`` as a launch with ``plan`` on bfloat16 tensors would compile it: all pointers and sizes aligned."""
+    signature, constants, names = {}, dict(plan.constants), kernel.arg_names
+    for name in names:
+        if name in plan.constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_c"):
+            signature[name], constants[name] = "constexpr", 1
+        elif name.endswith("_ptr"):
+            signature[name] = "*u8" if name in CODES else "*fp32" if name in FLOATS else "*bf16"
+        else:
+            signature[name] = "fp32" if name == "eps" else "i32"
+    aligned = [n for n in names if signature[n] not in ("constexpr", "fp32")]
+    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+    source = (GluonASTSource if gluon else ASTSource)(
+        fn=kernel, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()}, attrs=attrs
+    )  # fmt: skip
+    options = {**plan.options, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def resources(kernel: Any, tmp_path: Any) -> tuple[int, int]:
+    """``(registers, bytes of stack)`` of a compiled kernel."""
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    run = subprocess.run(
+        [os.path.join(BIN, "cuobjdump"), "-res-usage", path], capture_output=True, text=True, check=True
+    )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", run.stdout + run.stderr)
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+SPILLS = {"swiglu backward": 256, "block forward": 512, "block backward": 1024, "layer backward": 512}
+"""Bytes of registers that tiles of 128x128 blocks are known to save to memory; 64 for all others."""
+
+BLOCKS = [((1, 32), (1, 32)), ((1, 128), (128, 128)), ((32, 32), (32, 32))]
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+@pytest.mark.parametrize("activation", ["relu", "silu", "swiglu"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_activations_for_hopper(activation: str, blocks: Any, backward: bool, tmp_path: Any) -> None:
+    width = COLUMNS * 2 if activation == "swiglu" else COLUMNS
+    dy_strides = (COLUMNS, 1) if backward else None
+    plan = activation_hopper._plan(
+        (ROWS, width), (width, 1), dy_strides, 2, backward, activation, casts(*blocks, ("rows", "columns"))
+    )
+    kernel = activation_hopper._backward_kernel if backward else activation_hopper._forward_kernel
+    made = compiled(kernel, plan, gluon=True)
+    assert "st.global.v4.b32" in made.asm["ptx"]  # 16 codes of a column at a time
+    assert "cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]
+    registers, stack = resources(made, tmp_path)
+    assert registers * plan.options["num_warps"] * 32 <= 65536
+    limit = SPILLS.get(f"{activation} {'backward' if backward else 'forward'}", 64) if blocks == BLOCKS[1] else 64
+    assert stack <= limit, f"{registers} registers, {stack} bytes spilled"
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+@pytest.mark.parametrize("norm", ["rms", "layer", "block"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_norms_for_hopper(norm: str, blocks: Any, backward: bool, tmp_path: Any) -> None:
+    strides = ((COLUMNS, 1),) * (3 if backward else 2)
+    flags = (False, True, norm == "layer")
+    plan = norm_hopper._plan(
+        (ROWS, COLUMNS), strides, 2, norm, 256, flags, backward, casts(*blocks, ("rows", "columns"))
+    )
+    kernel = norm_hopper._backward_kernel if backward else norm_hopper._forward_kernel
+    made = compiled(kernel, plan, gluon=True)
+    assert "st.global.v4.b32" in made.asm["ptx"]
+    registers, stack = resources(made, tmp_path)
+    limit = SPILLS.get(f"{norm} {'backward' if backward else 'forward'}", 64) if blocks == BLOCKS[1] else 64
+    assert stack <= limit, f"{registers} registers, {stack} bytes spilled"
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("outputs", [("hp",), ("rows",), ("rows", "columns")], ids=str)
+def test_the_portable_kernels(arch: int, outputs: tuple[str, ...]) -> None:
+    asked, shape, strides = casts((1, 32), (1, 32), outputs), (ROWS, COLUMNS), (COLUMNS, 1)
+    plans = [
+        (activation_triton._forward_kernel, activation_triton._plan(shape, strides, None, False, "silu", asked, True)),
+        (
+            activation_triton._backward_kernel,
+            activation_triton._plan(shape, strides, strides, True, "gelu", asked, True),
+        ),
+        (norm_triton._forward_kernel, norm_triton._plan(shape, (strides,) * 2, "layer", 256, (True,) * 3, asked, True)),
+        (
+            norm_triton._backward_kernel,
+            norm_triton._plan(shape, (strides,) * 3, "block", 256, (True,) * 3, asked, True),
+        ),
+    ]
+    for kernel, plan in plans:
+        ptx = compiled(kernel, plan, gluon=False, arch=arch).asm["ptx"]
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (outputs != ("hp",))
+
+
+def test_contraction_is_off() -> None:
+    """``x * rstd * weight + bias`` must round after each operation: no fused multiply-add of a value may appear. The
+    sum of squares is one on purpose; so BlockNorm, which has none, is looked at."""
+    asked = casts((1, 32), (1, 32), ("rows", "columns"))
+    plan = norm_hopper._plan((ROWS, COLUMNS), ((COLUMNS, 1),) * 2, 2, "block", 256, (False, True, True), False, asked)
+    ptx = compiled(norm_hopper._forward_kernel, plan, gluon=True).asm["ptx"]
+    assert "fma.rn.f32" not in ptx
+    assert "mul.f32" in ptx or "mul.rn.f32" in ptx
