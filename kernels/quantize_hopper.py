@@ -199,10 +199,9 @@ def _plan(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, block: tuple[int, int] | None,
     column_block: tuple[int, int], FMT: int, RULE: int, satfinite: bool,
 ) -> Plan | None:  # fmt: skip
-    """A plan for columns alone (``block`` None) or for both; None if the rows cannot be read 16 bytes at a time, if a
-    tile's offsets need 64 bits, or if no tile holds a block of each."""
-    step = 16 // itemsize
-    if len(shape) < 2 or 0 in shape or strides[-1] != 1 or any(n % step for n in (shape[-1], *strides[:-1])):
+    """A plan for columns alone (``block`` None) or for both; None if the rows cannot be read 16 bytes at a time (Triton
+    knows of divisibility by 16 alone), if a tile's offsets need 64 bits, or if no tile holds a block of each."""
+    if len(shape) < 2 or 0 in shape or strides[-1] != 1 or any(n % 16 for n in (shape[-1], *strides[:-1])):
         return None
     across = layout(shape, -2, column_block)
     along = across if block is None else layout(shape, -1, block)
