@@ -69,7 +69,7 @@ def torchao_layers(weight: Tensor) -> dict[str, Callable[[Tensor, Tensor], objec
     return out
 
 
-def cases(device: torch.device, seconds: float) -> list[Row]:
+def cases(device: torch.device, seconds: float, peers: bool) -> list[Row]:
     """One row for each recipe, size and baseline that runs; a baseline that fails is reported and left out."""
     table: list[Row] = []
     for size in SIZES:
@@ -80,7 +80,8 @@ def cases(device: torch.device, seconds: float) -> list[Row]:
         ours = {case: mxfp8.MXFP8Linear.from_linear(bf16, recipe) for case, recipe in RECIPES.items()}
         calls: dict[str, Callable[[], object]] = {"bf16": partial(fwd_bwd, bf16, x, dy)}
         calls |= {case: partial(fwd_bwd, layer, x, dy) for case, layer in ours.items()}
-        calls |= {name: partial(call, x, dy) for name, call in torchao_layers(bf16.weight).items()}
+        if peers:
+            calls |= {name: partial(call, x, dy) for name, call in torchao_layers(bf16.weight).items()}
         variants = []
         for name, step in calls.items():
             try:

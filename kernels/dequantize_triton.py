@@ -128,7 +128,8 @@ def dequantize(
     bm, bk = _tile(block, r, c)
     whole = r % max(bm, block[0]) == 0 and c % max(bk, block[1]) == 0
     constants = {
-        "BM": bm, "BK": bk, "RB": block[0], "CB": block[1], "FMT": fmt, "DTYPE": DTYPES[dtype], "LIMIT": torch.finfo(dtype).max if saturate else 0.0,
+        "BM": bm, "BK": bk, "RB": block[0], "CB": block[1], "FMT": fmt, "DTYPE": DTYPES[dtype],
+        "LIMIT": torch.finfo(dtype).max if saturate else 0.0,
         "HARDWARE": hardware(qdata.device), "WHOLE": whole,
     }  # fmt: skip
     launch(
