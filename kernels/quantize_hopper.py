@@ -209,6 +209,8 @@ def _plan(
         return None
     (b, r, c), (x_b, x_r, _) = three_dims(shape, strides)
     bm, bk, options = tile(along.rc, across.rc, block is not None)
+    if itemsize > 2:
+        options.pop("maxnreg", None)  # found for two bytes an element; four need more registers
     warps = options["num_warps"]
     constants = {
         "BM": bm, "BK": bk, "RB": along.rc[0], "CB": along.rc[1], "TRB": across.rc[0], "TCB": across.rc[1], "FMT": FMT,
