@@ -77,21 +77,23 @@ class LinearReference:
     def fprop(self, x: torch.Tensor, out_dtype: torch.dtype) -> Expected:
         """Y = X W^T, blocks along K."""
         a, b = self.cast(x, "fprop", "lhs", -1), self.cast(self.weight, "fprop", "rhs", -1)
-        return self._product(a, b, out_dtype, self.bias)
+        return self._product("fprop", a, b, out_dtype, self.bias)
 
     def dgrad(self, dy: torch.Tensor, out_dtype: torch.dtype) -> Expected:
         """dX = dY W, blocks along N."""
         a, b = self.cast(dy, "dgrad", "lhs", -1), self.cast(self.weight, "dgrad", "rhs", -2)
-        return self._product(a, b.mT, out_dtype)
+        return self._product("dgrad", a, b.mT, out_dtype)
 
     def wgrad(self, dy: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype) -> Expected:
         """dW = dY^T X, blocks along M."""
         a, b = self.cast(dy, "wgrad", "lhs", -2), self.cast(x, "wgrad", "rhs", -2)
-        return self._product(a.mT, b.mT, out_dtype)
+        return self._product("wgrad", a.mT, b.mT, out_dtype)
 
     def _product(
-        self, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, gemm: str, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> Expected:
+        spec: GemmSpec = getattr(self.recipe, gemm)
+        along = (spec.lhs.block[1] if spec.lhs else 0, spec.rhs.block[1] if spec.rhs else 0)
         bias = None if bias is None else bias.detach().double()
         value = a @ b.mT if bias is None else a @ b.mT + bias
-        return Expected(value=value, error=tolerances.gemm_error(a, b, out_dtype, bias))
+        return Expected(value=value, error=tolerances.product_error(a, b, along, out_dtype, bias))

@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from mxfp8 import dispatch
+
 U32 = 2.0**-24
 """Unit roundoff of float32."""
 
@@ -65,8 +67,11 @@ def fp8_gemm_error(
 
     One instruction aligns 32 products and the running sum to the largest of these 33 terms, ``t``, and cuts each at
     ``FP8_FRACTION_BITS`` below: by less than ``q = 2^(floor(log2 t) - 13)``, by no more than the whole term, and not at
-    all if it is a multiple of q. These cuts add up over K; scales do not matter, as they are powers of two that all
-    terms of a chain share. Everything after a chain is float32 and in :func:`gemm_error`.
+    all if it is a multiple of q. The sum leaves it with as many bits after its leading one: another cut, at most
+    ``2^(floor(log2 |sum|) - 13)``, which counts where a sum is much larger than its terms. These cuts add up over K;
+    scales do not matter, as they are powers of two that all terms of a chain share. Everything after a chain is float32
+    and in :func:`gemm_error`. (DeepSeek-V3, section 3.5.2, on the alignment; Zhang et al., SageAttention2, on the 13
+    bits of the sum; Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores", 2025.)
     """
     (m, k), n = a.shape, b.shape[0]
     cut = torch.zeros(m, n, dtype=torch.float64, device=a.device)
@@ -82,7 +87,23 @@ def fp8_gemm_error(
             whole = terms.remainder(quantum[..., None]) == 0
             cut = cut + terms.minimum(quantum[..., None]).masked_fill(whole, 0).sum(-1) + quantum.minimum(running)
             exact += a[:, part] @ b[:, part].mT
+            left = exact.abs() + (cut - before)
+            cut += torch.ldexp((left > 0).double(), left.frexp().exponent - 1 - FP8_FRACTION_BITS)
     return gemm_error(a, b, out_dtype, bias) + cut * (1 + OUT_UNIT[out_dtype])
+
+
+def product_error(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    along: tuple[int, int],
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The bound of whatever backend ``auto`` took for ``gemm``: that of FP8 tensor cores where they may have been used.
+    ``along``: how far the blocks of ``a`` and ``b`` reach over K, 0 for an operand in high precision."""
+    if a.is_cuda and dispatch.chosen().get(("gemm", "cuda")) == "hopper" and min(along) >= FP8_CHAIN:
+        return fp8_gemm_error(a, b, out_dtype, bias, min(along))
+    return gemm_error(a, b, out_dtype, bias)
 
 
 def sum_error(rows: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
