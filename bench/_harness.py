@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -144,8 +145,11 @@ def summary(values_us: list[float]) -> Timing:
 def time_row(
     *, bench: str, case: str, shape: str, ours: Timing, baseline: str, theirs: Timing | None, device: torch.device
 ) -> Row:
-    """The row of one timed case against one baseline; ``theirs`` is None where the baseline is not installed."""
-    return Row(
+    """The row of one timed case against one baseline; ``theirs`` is None where the baseline is not installed.
+
+    It is shown on stderr at once: a run of many cases takes minutes, and may be cut short.
+    """
+    row = Row(
         bench=bench,
         case=case,
         shape=shape,
@@ -163,6 +167,9 @@ def time_row(
         commit=_commit(),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
     )
+    beside = "" if row.ratio is None else f", {row.ratio:.3f} of {baseline}"
+    print(f"{bench} {case} {shape}: {row.value} us{beside}", file=sys.stderr, flush=True)
+    return row
 
 
 def device_name(device: torch.device) -> str:

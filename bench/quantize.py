@@ -68,11 +68,12 @@ def main(
     seconds: Annotated[float, typer.Option(help="time to spend on each scale rule")] = 5.0,
     rows: Annotated[int, typer.Option(help="rows of the bf16 input")] = 4096,
     columns: Annotated[int, typer.Option(help="columns of the bf16 input, a multiple of 32")] = 1024,
+    peers: Annotated[bool, typer.Option(help="on a GPU: others' casts too, which take a while to compile")] = True,
 ) -> None:
     """Time ``mxfp8.quantize`` beside torchao's ``to_mx`` (ratio above 1: ours is faster)."""
     target = _harness.resolve_device(device)
     if target.type == "cuda":
-        _harness.report(_quantize_cuda.cases(target, seconds, compiled_peers), target, save)
+        _harness.report(_quantize_cuda.cases(target, seconds, compiled_peers if peers else dict), target, save)
         return
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(target, torch.bfloat16)
     baseline = _harness.torchao_label("to_mx")
