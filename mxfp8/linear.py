@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mxfp8 import observe, ops
+from mxfp8.formats import get_format
 from mxfp8.recipe import CastSpec, LinearRecipe, get_recipe
 from mxfp8.rng import RngKey, get_step, step_tensor
 from mxfp8.tensor import MXTensor, rounded
@@ -103,9 +104,9 @@ def _stream(layer: str, operand: int) -> int:
 
 
 def _fuse(first: CastSpec, second: CastSpec) -> bool:
-    """Whether one pass can make both casts of a tensor: they may differ in their blocks alone."""
-    plain = first.rounding == "nearest" and first.hadamard is None
-    return plain and replace(first, block=second.block) == second
+    """Whether one pass can make both casts of a tensor: they round to nearest and differ in their blocks alone."""
+    plain = (first.fmt, first.scale_rule, "nearest", None)
+    return all((spec.fmt, spec.scale_rule, spec.rounding, spec.hadamard) == plain for spec in (first, second))
 
 
 def _is_rhs(gemm: str, operand: str) -> bool:
@@ -180,7 +181,7 @@ def _restore(saved: list[torch.Tensor], spec: CastSpec | None, axis: int) -> Ope
     """Take the next operand off ``saved``: two tensors if it was cast by ``spec``, one if it is in high precision."""
     if spec is None:
         return saved.pop(0)
-    return MXTensor(saved.pop(0), saved.pop(0), spec.fmt, axis, spec.block)
+    return MXTensor.trusted(saved.pop(0), saved.pop(0), get_format(spec.fmt), axis, spec.block)
 
 
 def _pack_weights(plan: _Plan, weight: torch.Tensor, cache: WeightCache) -> list[torch.Tensor]:

@@ -175,8 +175,8 @@ def gemm(
     if bias is not None:
         _check_bias(bias, b)
     run = dispatch.resolve("gemm", backend, a.device)
-    with torch.no_grad():
-        out: torch.Tensor = run(*_parts(a), *_parts(b), bias=bias, out_dtype=out_dtype)
+    bias = None if bias is None else _detached(bias)
+    out: torch.Tensor = run(*_parts(a), *_parts(b), bias=bias, out_dtype=out_dtype)
     return out
 
 

@@ -257,7 +257,7 @@ class MXTensor:
         """The transpose of the last two dimensions, a view: blocks that ran along -1 now run along -2."""
         if self.ndim < 2:
             raise ValueError("a 1-D MXTensor has no transpose")
-        return MXTensor(self.qdata.mT, self.scale_bytes.mT, self.fmt, -3 - self.axis, self.block)
+        return MXTensor.trusted(self.qdata.mT, self.scale_bytes.mT, self.fmt, -3 - self.axis, self.block)
 
     def t(self) -> MXTensor:
         if self.ndim != 2:
