@@ -123,10 +123,10 @@ def test_rowwise_adagrad(kinds: str, capability: int, tmp_path: Path) -> None:
 def test_dequantize(block: tuple[int, int], dtype: tl.dtype, pointer: str, capability: int, tmp_path: Path) -> None:
     bm, bk = dequantize_triton._tile(block, 4096, 4096)
     constants = {
-        "BM": bm, "BK": bk, "RB": block[0], "CB": block[1], "FMT": 0, "DTYPE": dtype, "SATURATE": False,
+        "BM": bm, "BK": bk, "RB": block[0], "CB": block[1], "FMT": 0, "DTYPE": dtype, "LIMIT": 0.0,
         "HARDWARE": True, "WHOLE": True, "q_c": 1, "s_r": 1,
     }  # fmt: skip
-    types = {"q_ptr": "*u8", "s_ptr": "*u8", "o_ptr": pointer, "limit": "fp32"}
+    types = {"q_ptr": "*u8", "s_ptr": "*u8", "o_ptr": pointer}
     built = compiled(dequantize_triton._dequantize_kernel, types, constants, capability, 4, tmp_path)
     assert_lean(built, 4)
     assert built["registers"] <= 64  # eight blocks to a multiprocessor: it lives on bytes in flight

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-INTERPRETED = [*sorted((HERE / "interpreted").glob("test_*.py")), *sorted(HERE.glob("test_*_kernels.py"))]
+EVERY_BACKEND = ("test_quantize_kernels.py", "test_gemm_kernels.py", "test_fused.py")
+INTERPRETED = [*sorted((HERE / "interpreted").glob("test_*.py")), *(HERE / name for name in EVERY_BACKEND)]
 """Files made for it, and those that hold every backend to one body, of which only the portable one runs here."""
 
 

@@ -7,10 +7,15 @@ import itertools
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="tests of Triton kernels")
 from mxfp8.kernels import _gemm_exact
+from mxfp8.kernels._device import INTERPRETED
 
 from mxfp8.formats import BLOCK_SHAPES
 from mxfp8.tensor import dequantize
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 before pytest starts")
 
 ELEMENTS = (torch.float8_e4m3fn, torch.float8_e5m2)
 SHAPES = ((1, 1), (16, 256), (33, 300), (130, 70), (256, 512))

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="tests of Triton kernels")
 from mxfp8.kernels import grouped_gemm_hopper
+from mxfp8.kernels._device import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 before pytest starts")
+
 
 CASES = {
     "ragged": ([5, 0, 27, 640], 700),

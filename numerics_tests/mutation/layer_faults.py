@@ -64,9 +64,11 @@ LAYER_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="wgrad_from_the_fprop_copy",
         file="mxfp8/linear.py",
-        old='plan.cast(x, "wgrad", "input", axis=-2)',
+        old='x_fprop, x_wgrad = plan.cast_both(x, ("fprop", "input"), ("wgrad", "input"))',
         new=(
-            'plan.cast(x_fprop.dequantize(x.dtype) if isinstance(x_fprop, MXTensor) else x, "wgrad", "input", axis=-2)'
+            'x_fprop, x_wgrad = plan.cast_both(x, ("fprop", "input"), ("wgrad", "input"))\n'
+            "            if isinstance(x_fprop, MXTensor):\n"
+            '                x_wgrad = plan.cast(x_fprop.dequantize(x.dtype), "wgrad", "input", axis=-2)'
         ),
         test="numerics_tests/test_linear.py::test_every_cast_is_from_high_precision_by_its_own_spec",
         why="activations are quantised twice",
@@ -86,11 +88,12 @@ LAYER_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="wgrad_from_the_dgrad_copy",
         file="mxfp8/linear.py",
-        old='dw = plan.gemm("wgrad", plan.cast(dy, "wgrad"',
+        old='dw = plan.gemm("wgrad", dy_wgrad.mT',
         new=(
-            'dy = rounded(q.dequantize(), dy.dtype) if isinstance(q := plan.cast(dy, "dgrad", '
-            '"grad_output", -1), MXTensor) else dy\n'
-            '            dw = plan.gemm("wgrad", plan.cast(dy, "wgrad"'
+            "if isinstance(dy_dgrad, MXTensor):\n"
+            "                again = rounded(dy_dgrad.dequantize(), dy.dtype)\n"
+            '                dy_wgrad = plan.cast(again, "wgrad", "grad_output", axis=-2)\n'
+            '            dw = plan.gemm("wgrad", dy_wgrad.mT'
         ),
         test="numerics_tests/test_linear.py::test_gemms_against_the_composition",
         why="gradients are quantised twice",
@@ -98,16 +101,30 @@ LAYER_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="dgrad_blocks_along_the_rows",
         file="mxfp8/linear.py",
-        old='plan.cast(dy, "dgrad", "grad_output", axis=-1)',
-        new='plan.cast(dy, "dgrad", "grad_output", axis=-2)',
+        old="        self.watch_cast(*rows, x, q)\n",
+        new=(
+            '        if rows[0] == "dgrad":\n'
+            "            q = ops.quantize(x, -2, first.fmt, first.block, first.scale_rule)\n"
+            "        self.watch_cast(*rows, x, q)\n"
+        ),
         test="numerics_tests/test_linear.py::test_gemms_against_the_composition",
         why="dgrad contracts over N, its blocks run along M",
     ),
     Fault(
+        name="two_casts_in_one_whatever_their_rounding",
+        file="mxfp8/linear.py",
+        old="    return all((spec.fmt, ",
+        new="    return True or all((spec.fmt, ",
+        test="numerics_tests/test_linear.py::test_every_cast_is_from_high_precision_by_its_own_spec",
+        why="gradients that were to be rounded stochastically are rounded to nearest",
+    ),
+    Fault(
         name="wgrad_blocks_along_the_columns",
         file="mxfp8/linear.py",
-        old='plan.cast(dy, "wgrad", "grad_output", axis=-2).mT',
-        new='plan.cast(dy, "wgrad", "grad_output", axis=-1).mT',
+        old='dw = plan.gemm("wgrad", dy_wgrad.mT',
+        new=(
+            'dy_wgrad = plan.cast(dy, "wgrad", "grad_output", axis=-1)\n            dw = plan.gemm("wgrad", dy_wgrad.mT'
+        ),
         test="numerics_tests/test_linear.py::test_gemms_against_the_composition",
         why="wgrad contracts over M, its blocks run along N",
     ),
@@ -226,8 +243,8 @@ LAYER_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="stale_after_a_step",
         file="mxfp8/weight_cache.py",
-        old="weight.device, get_step()",
-        new="weight.device",
+        old="weight.device, steps",
+        new="weight.device, 0",
         test=("numerics_tests/test_weight_cache.py::test_averaged_weights_written_through_data_follow_each_step"),
         why="averaging and sharding code write behind autograd's back",
     ),
@@ -245,6 +262,7 @@ LAYER_FAULTS: tuple[Fault, ...] = (
         old=(
             "        if (spec, axis) not in self._copies:\n"
             "            self._copies[spec, axis] = quantize_weight(weight, spec, axis)\n"
+            "        self._used[spec, axis] = None\n"
             "        return self._copies[spec, axis]"
         ),
         new=(
