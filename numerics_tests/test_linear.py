@@ -72,6 +72,16 @@ def test_narrow_inputs(dtype: torch.dtype, weight_dtype: torch.dtype, device: to
 
 
 @recipes
+def test_a_forward_without_gradients_has_the_same_bits(recipe: LinearRecipe, device: torch.device) -> None:
+    """One pass casts the input for two GEMMs in training, and for one in evaluation."""
+    layer = make(recipe, device=device)
+    x = torch.randn(33, 64, device=device) * torch.exp2(torch.randint(-9, 9, (33, 64), device=device))
+    trained = layer(x.clone().requires_grad_())
+    with torch.no_grad():
+        assert torch.equal(layer(x), trained)
+
+
+@recipes
 def test_every_cast_is_from_high_precision_by_its_own_spec(recipe: LinearRecipe, device: torch.device) -> None:
     layer = make(recipe, device=device)
     x, dy = torch.randn(48, 64, device=device), torch.randn(48, 96, device=device)

@@ -40,10 +40,18 @@ LAYER_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="rule_of_the_recipe_ignored",
         file="mxfp8/linear.py",
-        old="ops.quantize(x, axis, spec.fmt, spec.block, spec.scale_rule,",
-        new='ops.quantize(x, axis, spec.fmt, spec.block, "rceil",',
+        old="second.block, first.scale_rule)",
+        new='second.block, "rceil")',
         test="numerics_tests/test_linear.py::test_gemms_against_the_composition",
         why="a floor recipe runs rceil",
+    ),
+    Fault(
+        name="rule_of_the_recipe_ignored_in_evaluation",
+        file="mxfp8/linear.py",
+        old="ops.quantize(x, axis, spec.fmt, spec.block, spec.scale_rule,",
+        new='ops.quantize(x, axis, spec.fmt, spec.block, "rceil",',
+        test="numerics_tests/test_linear.py::test_a_forward_without_gradients_has_the_same_bits",
+        why="a floor recipe is evaluated as rceil",
     ),
     Fault(
         name="rule_of_the_weight_ignored",
