@@ -41,11 +41,11 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 LAYOUTS = {
-    "whole": lambda dt, dev: inputs((256, 512), dt, dev),
+    "whole": lambda dt, dev: inputs((256, 256), dt, dev),
     "tails": lambda dt, dev: inputs((129, 264), dt, dev),
     "ragged_columns": lambda dt, dev: inputs((33, 63), dt, dev),
-    "transposed": lambda dt, dev: inputs((512, 256), dt, dev).t(),
-    "slice": lambda dt, dev: inputs((300, 1040), dt, dev)[:, 16:1024],
+    "transposed": lambda dt, dev: inputs((256, 128), dt, dev).t(),
+    "slice": lambda dt, dev: inputs((140, 304), dt, dev)[:, 16:288],
     "unaligned": lambda dt, dev: inputs((64, 257), dt, dev)[:, 1:],
     "batch": lambda dt, dev: inputs((3, 40, 72), dt, dev),
     "swapped_batch": lambda dt, dev: inputs((2, 5, 256), dt, dev).transpose(0, 1),
@@ -135,9 +135,10 @@ def test_every_bfloat16_maximum(kernels: tuple[str, torch.device]) -> None:
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(device)
     x = torch.zeros(32, 2**16, dtype=torch.bfloat16, device=device)
     x[7] = values
-    if device.type == "cpu":  # the interpreter is slow: every maximum of one sign, all of the top binades of the other
-        x = x[:, :36_000]
-    for rule in ("rceil", "floor", "ceil", "even"):
+    rules = ("rceil", "floor", "ceil", "even")
+    if device.type == "cpu":  # the interpreter is slow: one rule, one sign and the top binades of the other
+        x, rules = x[:, :36_000], ("rceil",)
+    for rule in rules:
         kw = {"fmt": get_format("e4m3"), "block": (1, 32), "scale_rule": get_scale_rule(rule),
               "rounding": get_rounding("nearest"), "key": None, "satfinite": False}  # fmt: skip
         for view, axis in ((x, -2), (x.t().contiguous(), -1)):
