@@ -277,14 +277,14 @@ def activation_quantize(
     x: torch.Tensor, bias: torch.Tensor | None, *, activation: str, casts: Any
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe]:
     """Contract in ``mxfp8.reference.fused.activation_quantize``."""
-    return in_turn(lambda c: _forward(x, bias, activation, c), casts)
+    return in_turn(lambda c: _forward(x, bias, activation, c), casts, squares=True)
 
 
 def activation_quantize_backward(
     dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, *, activation: str, casts: Any
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]:
     """Contract in ``mxfp8.reference.fused.activation_quantize_backward``."""
-    return in_turn(lambda c: _backward(dy, x, bias, activation, c), casts)
+    return in_turn(lambda c: _backward(dy, x, bias, activation, c), casts, squares=True)
 
 
 def _forward(x: torch.Tensor, bias: torch.Tensor | None, activation: str, casts: Any) -> tuple[Any, ...]:

@@ -128,9 +128,8 @@ def store_copies(
         s_at = s_ptr + (b * tl.cdiv(PITCH, CB) + FIRST // CB) * height
         _store_scales(s_at, byte, pm, pk, height, tl.cdiv(C, CB), 1, height)
     if COLUMNS:
-        if not ROWS or TRB != RB or TCB != CB:
-            scaled, byte = scaled_tile(y, TRB, TCB, FMT, RULE, SATFINITE)
-            codes = encode(scaled, FMT, HARDWARE)
+        scaled, byte = scaled_tile(y, TRB, TCB, FMT, RULE, SATFINITE)
+        codes = encode(scaled, FMT, HARDWARE)
         codes = tl.where(rows < R, codes, 0).to(tl.uint8)  # padding is zero, in a NaN block as well
         tl.store(t_ptr + (b * PITCH + FIRST + cols) * R_PAD + rows, codes, mask=(rows < R_PAD) & (cols < C))
         height, width = tl.cdiv(R, TRB), tl.cdiv(PITCH, TCB)
@@ -330,10 +329,13 @@ def as_elements(copies: list[Maybe], fmt: Any, clear: bool) -> tuple[Maybe, Mayb
     return None if q is None else q.view(fmt.dtype), s, None if t is None else t.view(fmt.dtype), u
 
 
-def in_turn(compute: Callable[[Any], tuple[Any, ...]], casts: Any) -> tuple[Any, ...]:
-    """``compute(casts)``; in two passes where no tile holds whole blocks of both directions."""
+def in_turn(compute: Callable[[Any], tuple[Any, ...]], casts: Any, squares: bool = False) -> tuple[Any, ...]:
+    """``compute(casts)``; in two passes where no tile holds whole blocks of both directions, and for one square block
+    unless the kernel can do ``squares``: Triton 3.6 compiles two stores of one tensor of codes into wrong bytes (every
+    fourth column)."""
     both = {"rows", "columns"} <= set(casts.outputs)
-    if not both or casts.block[1] * casts.column_block[1] <= 128 * 128:
+    square = casts.block == casts.column_block and casts.block[0] == casts.block[1] and not squares
+    if not both or not (square or casts.block[1] * casts.column_block[1] > 128 * 128):
         return compute(casts)
     first = compute(replace(casts, outputs=tuple(o for o in casts.outputs if o != "columns")))
     return *first[:2], *compute(replace(casts, outputs=("columns",)))[2:4], *first[4:]

@@ -319,7 +319,7 @@ def norm_quantize(
     casts: Any,
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe, torch.Tensor, Maybe, torch.Tensor]:
     """Contract in ``mxfp8.reference.fused.norm_quantize``."""
-    return in_turn(lambda c: _forward(x, weight, bias, residual, norm, norm_block, eps, c), casts)
+    return in_turn(lambda c: _forward(x, weight, bias, residual, norm, norm_block, eps, c), casts, squares=True)
 
 
 def norm_quantize_backward(
@@ -336,7 +336,9 @@ def norm_quantize_backward(
     casts: Any,
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]:
     """Contract in ``mxfp8.reference.fused.norm_quantize_backward``."""
-    return in_turn(lambda c: _backward(dy, h, weight, mean, rstd, dh, norm, norm_block, with_bias, c), casts)
+    return in_turn(
+        lambda c: _backward(dy, h, weight, mean, rstd, dh, norm, norm_block, with_bias, c), casts, squares=True
+    )
 
 
 def _forward(
