@@ -193,9 +193,10 @@ def _copy_kernel(
     pid = tl.program_id(0)
     b = (pid // (TILES * groups)).to(tl.int64)
     tile, group = (pid // groups) % TILES, pid % groups
-    first, stop = (tile * 128).to(tl.int64), R.to(tl.int64)
     if JAGGED:
         first, stop = tl.load(first_ptr + tile), tl.load(stop_ptr + tile)
+    else:
+        first, stop = (tile * 128).to(tl.int64), R
     down = tl.arange(0, 128)[:, None]
     rows, cols = first + down, (group * 4 * TC + tl.arange(0, 4 * TC))[None, :]
     inside = (rows < stop) & (cols < C)
