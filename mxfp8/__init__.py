@@ -7,6 +7,7 @@ from mxfp8.description import describe
 from mxfp8.dispatch import explain, is_available
 from mxfp8.formats import E4M3, E5M2, ElementFormat, Rounding, ScaleRule
 from mxfp8.linear import MXFP8GroupedLinear, MXFP8Linear
+from mxfp8.mlp import MXFP8MLP
 from mxfp8.ops import gemm, grouped_gemm, hadamard, quantize, quantize_both
 from mxfp8.policy import convert
 from mxfp8.recipe import RECIPES, CastSpec, GemmSpec, LinearRecipe, get_recipe
@@ -24,8 +25,8 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     # matrix products and attention
     "block_attention", "gemm", "generalized_attention", "grouped_gemm", "jagged_attention",
     # modules and their recipes
-    "CastSpec", "GemmSpec", "LinearRecipe", "MXFP8GroupedLinear", "MXFP8Linear", "RECIPES", "get_recipe", "get_step",
-    "set_step",
+    "CastSpec", "GemmSpec", "LinearRecipe", "MXFP8GroupedLinear", "MXFP8Linear", "MXFP8MLP", "RECIPES", "get_recipe",
+    "get_step", "set_step",
     # which layer gets which recipe
     "LastLinears", "PrecisionPolicy", "Rule", "Shape", "convert", "describe", "policies",
     # what it does to the values, and what runs where

@@ -39,8 +39,8 @@ Operand = MXTensor | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Plan:
-    """What one call of a layer needs besides tensors."""
+class Plan:
+    """What one call of a layer needs besides tensors. (Without an underscore: what :mod:`mxfp8.mlp` shares.)"""
 
     recipe: LinearRecipe
     layer: str
@@ -67,13 +67,21 @@ class _Plan:
         """``x`` cast along its rows for one GEMM's operand and along its columns for another's, in one pass if the two
         casts differ in nothing but their blocks."""
         first, second = self.spec(*rows), self.spec(*columns)
-        if first is None or second is None or not _fuse(first, second):
+        if first is None or second is None or not fusible(first, second):
             return self.cast(x, *rows, axis=-1), self.cast(x, *columns, axis=-2)
         q, t = ops.quantize_both(x, first.fmt, first.block, second.block, first.scale_rule)
         self.watch_cast(*rows, x, q)
         if columns != ("wgrad", "input") or not self.recipe.shares_input:  # else one copy, used twice
             self.watch_cast(*columns, x, t)
         return q, t
+
+    def cast_gradient(self, dy: torch.Tensor) -> tuple[Operand, Operand]:
+        """``dy`` as dgrad and as wgrad multiply it; as it is where that GEMM does not run."""
+        if self.needs_dgrad and self.needs_wgrad:
+            return self.cast_both(dy, ("dgrad", "grad_output"), ("wgrad", "grad_output"))
+        if self.needs_dgrad:
+            return self.cast(dy, "dgrad", "grad_output", axis=-1), dy
+        return dy, self.cast(dy, "wgrad", "grad_output", axis=-2) if self.needs_wgrad else dy
 
     def spec(self, gemm: str, operand: str) -> CastSpec | None:
         """The cast of an operand of a GEMM, None if it stays in high precision."""
@@ -103,7 +111,7 @@ def _stream(layer: str, operand: int) -> int:
     return (zlib.crc32(layer.encode()) + operand) % 2**32
 
 
-def _fuse(first: CastSpec, second: CastSpec) -> bool:
+def fusible(first: CastSpec, second: CastSpec) -> bool:
     """Whether one pass can make both casts of a tensor: they round to nearest and differ in their blocks alone."""
     plain = (first.fmt, first.scale_rule, "nearest", None)
     return all((spec.fmt, spec.scale_rule, spec.rounding, spec.hadamard) == plain for spec in (first, second))
@@ -119,10 +127,10 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: _Plan, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, *weights: torch.Tensor
     ) -> torch.Tensor:
         recipe = plan.recipe
-        w_fprop, w_dgrad = _unpack_weights(plan, weight, weights)
+        w_fprop, w_dgrad = unpack_weights(plan, weight, weights)
 
         # === fprop: Y[M,N] = X[M,K] @ W[N,K]^T + bias
         saves_mx = plan.needs_wgrad and recipe.saves_mx_activations
@@ -148,26 +156,19 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan: _Plan = ctx.plan
+        plan: Plan = ctx.plan
         recipe, saved = plan.recipe, list(ctx.saved_tensors)
         dx = dw = db = None
-        dy_dgrad: Operand = dy
-        dy_wgrad: Operand = dy
-        if plan.needs_dgrad and plan.needs_wgrad:
-            dy_dgrad, dy_wgrad = plan.cast_both(dy, ("dgrad", "grad_output"), ("wgrad", "grad_output"))
-        elif plan.needs_dgrad:
-            dy_dgrad = plan.cast(dy, "dgrad", "grad_output", axis=-1)
-        elif plan.needs_wgrad:
-            dy_wgrad = plan.cast(dy, "wgrad", "grad_output", axis=-2)
+        dy_dgrad, dy_wgrad = plan.cast_gradient(dy)
 
         # === dgrad: dX[M,K] = dY[M,N] @ W[N,K]
         if plan.needs_dgrad:
-            w_dgrad = _restore(saved, recipe.dgrad.rhs, -2)
+            w_dgrad = restore(saved, recipe.dgrad.rhs, -2)
             dx = plan.gemm("dgrad", dy_dgrad, w_dgrad.mT, ctx.x_dtype)
 
         # === wgrad: dW[N,K] = dY[M,N]^T @ X[M,K]
         if plan.needs_wgrad:
-            x_wgrad = _restore(saved, recipe.wgrad.rhs if recipe.saves_mx_activations else None, -2)
+            x_wgrad = restore(saved, recipe.wgrad.rhs if recipe.saves_mx_activations else None, -2)
             if isinstance(x_wgrad, torch.Tensor):
                 x_wgrad = plan.cast(x_wgrad, "wgrad", "input", axis=-2)
             dw = plan.gemm("wgrad", dy_wgrad.mT, x_wgrad.mT, ctx.w_dtype)
@@ -177,14 +178,14 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, db, *(None for _ in ctx.needs_input_grad[3:])
 
 
-def _restore(saved: list[torch.Tensor], spec: CastSpec | None, axis: int) -> Operand:
+def restore(saved: list[torch.Tensor], spec: CastSpec | None, axis: int) -> Operand:
     """Take the next operand off ``saved``: two tensors if it was cast by ``spec``, one if it is in high precision."""
     if spec is None:
         return saved.pop(0)
     return MXTensor.trusted(saved.pop(0), saved.pop(0), get_format(spec.fmt), axis, spec.block)
 
 
-def _pack_weights(plan: _Plan, weight: torch.Tensor, cache: WeightCache) -> list[torch.Tensor]:
+def pack_weights(plan: Plan, weight: torch.Tensor, cache: WeightCache) -> list[torch.Tensor]:
     """Quantise the weight for fprop, and for dgrad if a gradient will be asked for; flattened to tensors."""
     recipe, tensors = plan.recipe, []
     for gemm, spec, axis, needed in (
@@ -208,15 +209,15 @@ def _one_copy(recipe: LinearRecipe, weight: torch.Tensor) -> bool:
     return recipe.shares_weight and weight.device.type != "cuda"
 
 
-def _unpack_weights(plan: _Plan, weight: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> tuple[Operand, Operand]:
+def unpack_weights(plan: Plan, weight: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> tuple[Operand, Operand]:
     """The weight operands of fprop and dgrad, both ``[N, K]``."""
     recipe, left = plan.recipe, list(tensors)
-    w_fprop = _restore(left, recipe.fprop.rhs, -1) if recipe.fprop.rhs is not None else weight
+    w_fprop = restore(left, recipe.fprop.rhs, -1) if recipe.fprop.rhs is not None else weight
     if _one_copy(recipe, weight) and isinstance(w_fprop, MXTensor):
         return w_fprop, w_fprop
     if not left:
         return w_fprop, weight
-    return w_fprop, _restore(left, recipe.dgrad.rhs, -2)
+    return w_fprop, restore(left, recipe.dgrad.rhs, -2)
 
 
 class MXFP8Linear(nn.Linear):
@@ -286,9 +287,9 @@ class MXFP8Linear(nn.Linear):
         self._cache.clear()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x = _prepare(input, self.weight, self.in_features, self.fqn)
+        x = prepare(input, self.weight, self.in_features, self.fqn)
         plan = _plan(self, x)
-        weights = _pack_weights(plan, self.weight, self._cache)
+        weights = pack_weights(plan, self.weight, self._cache)
         rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)  # -1 is ambiguous without features
         y: torch.Tensor = _LinearFunction.apply(rows, self.weight, self.bias, plan, *weights)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
@@ -313,27 +314,32 @@ def _rewrap(linear: nn.Linear, cls: type[nn.Linear]) -> Any:
     return out
 
 
-def _plan(layer: MXFP8Linear | MXFP8GroupedLinear, x: torch.Tensor) -> _Plan:
+def _plan(layer: MXFP8Linear | MXFP8GroupedLinear, x: torch.Tensor) -> Plan:
     grad = torch.is_grad_enabled()
     needs_wgrad = grad and layer.weight.requires_grad and not layer.recipe.wgrad.skip
-    return _Plan(layer.recipe, layer.fqn, grad and x.requires_grad, needs_wgrad)
+    return Plan(layer.recipe, layer.fqn, grad and x.requires_grad, needs_wgrad)
 
 
-def _prepare(x: torch.Tensor, weight: torch.Tensor, features: int, fqn: str) -> torch.Tensor:
+def prepare(x: torch.Tensor, weight: torch.Tensor, features: int, fqn: str) -> torch.Tensor:
     """Check the input and bring it to the autocast dtype, if autocast is on."""
     where = f"layer {fqn!r}" if fqn else "MXFP8Linear"
     if x.ndim == 0 or x.shape[-1] != features:
         raise ValueError(f"{where}: input has shape {tuple(x.shape)}, its last dimension must be {features}")
-    if weight.is_meta and not x.is_meta:
-        raise ValueError(f"{where}: weights are on the meta device: call to_empty(), then initialise or load them")
     kind = x.device.type
     if kind != "meta" and x.is_floating_point() and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     if x.dtype not in _INPUT_DTYPES:
         raise TypeError(f"{where}: input is {x.dtype}, use float32, bfloat16 or float16")
+    check_weight(weight, x, where)
+    return x
+
+
+def check_weight(weight: torch.Tensor, x: torch.Tensor, where: str) -> None:
+    """ValueError or TypeError for a weight that cannot be multiplied with ``x``."""
+    if weight.is_meta and not x.is_meta:
+        raise ValueError(f"{where}: weights are on the meta device: call to_empty(), then initialise or load them")
     if weight.dtype not in _INPUT_DTYPES:
         raise TypeError(f"{where}: weight is {weight.dtype}, use float32, bfloat16 or float16 master weights")
-    return x
 
 
 class _GroupedFunction(torch.autograd.Function):
@@ -341,9 +347,9 @@ class _GroupedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, plan: _Plan, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, plan: Plan, *weights: torch.Tensor
     ) -> torch.Tensor:
-        w_fprop, w_dgrad = _unpack_weights(plan, weight, weights)
+        w_fprop, w_dgrad = unpack_weights(plan, weight, weights)
         y = _grouped(plan, "fprop", plan.cast(x, "fprop", "input", axis=-1), w_fprop, offs, x.dtype)
         saved: list[torch.Tensor] = []
         if plan.needs_dgrad:
@@ -362,18 +368,18 @@ class _GroupedFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan: _Plan = ctx.plan
+        plan: Plan = ctx.plan
         recipe = plan.recipe
         offs, *saved = ctx.saved_tensors
         dx = dw = None
         if plan.needs_dgrad:
-            w_dgrad = _restore(saved, recipe.dgrad.rhs, -2)
+            w_dgrad = restore(saved, recipe.dgrad.rhs, -2)
             dx = _grouped(plan, "dgrad", plan.cast(dy, "dgrad", "grad_output", -1), w_dgrad.mT, offs, ctx.x_dtype)
         if plan.needs_wgrad:
             dw = dy.new_zeros(ctx.w_shape, dtype=ctx.w_dtype)
             for g, (start, stop) in enumerate(_ranges(offs)):
                 if recipe.saves_mx_activations:
-                    x_g = _restore(saved, recipe.wgrad.rhs, -2)
+                    x_g = restore(saved, recipe.wgrad.rhs, -2)
                 else:
                     x_g = plan.cast(saved[0][start:stop], "wgrad", "input", -2, start)
                 dy_g = plan.cast(dy[start:stop], "wgrad", "grad_output", -2, start)
@@ -381,9 +387,7 @@ class _GroupedFunction(torch.autograd.Function):
         return dx, dw, *(None for _ in ctx.needs_input_grad[2:])
 
 
-def _grouped(
-    plan: _Plan, gemm: str, a: Operand, b: Operand, offs: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def _grouped(plan: Plan, gemm: str, a: Operand, b: Operand, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     if isinstance(a, MXTensor) or isinstance(b, MXTensor):
         out = ops.grouped_gemm(a, b, offs, out_dtype)
     else:
@@ -450,12 +454,12 @@ class MXFP8GroupedLinear(nn.Module):
     # Group ends are data: compiling them in would mean one graph per batch.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        x = _prepare(input, self.weight, self.in_features, self.fqn)
+        x = prepare(input, self.weight, self.in_features, self.fqn)
         if x.ndim != 2:
             raise ValueError(f"grouped linear takes input [M, {self.in_features}], not {tuple(x.shape)}")
         ops.check_offsets(offs, self.num_groups, x.shape[0])
         plan = _plan(self, x)
-        weights = _pack_weights(plan, self.weight, self._cache)
+        weights = pack_weights(plan, self.weight, self._cache)
         y: torch.Tensor = _GroupedFunction.apply(x, self.weight, offs, plan, *weights)  # type: ignore[no-untyped-call]
         return y
 

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lower layers first; a module imports 
     ("dispatch",),
     ("ops", "recipe"),
     ("weight_cache", "rules"),
-    ("linear", "attention", "activations", "distributed", "drift", "optim", "fused"),
+    ("linear", "attention", "activations", "distributed", "drift", "optim", "fused", "mlp"),
     ("policies",),
     ("policy",),
     ("description",),
