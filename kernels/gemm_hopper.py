@@ -3,7 +3,8 @@
 Which way a product goes depends on the blocks of its operands alone (rows x columns, columns along K):
 
 * ``a`` in 1x128, 1x256 or 128x128 and ``b`` in 128x128, 1x128 or 1x256: FP8 wgmma with one promotion to float32 for
-  every 128 of K (256 where both are 1x256), see :mod:`_gemm_hopper_kernel`. Fastest with ``b`` in 128x128.
+  every 128 of K, see :mod:`_gemm_hopper_kernel`; for every 256 where ``a`` is 1x256 and ``b`` is 1x256, or 128x128 with
+  the same byte in both halves. Fastest with ``b`` in 128x128.
 * anything else: both operands are written out in bfloat16, where an element times a power of two is exact, and
   multiplied by cuBLAS with float32 accumulation. Operands that bfloat16 cannot hold (float16, float32) make it float32.
 
@@ -58,8 +59,8 @@ def gemm(
         out: where to write, contiguous ``[M, N]`` of ``out_dtype``; a new tensor by default.
         accumulate: add to ``out``, which must then be float32.
 
-    **Numerics.** Coalesced scales: exact products, summed by the FP8 tensor core over 128 of K (256 where both blocks
-    are 1x256), where about 14 bits of the running sum are kept, and from there on in float32. Two scales whose product
+    **Numerics.** Coalesced scales: exact products, summed by the FP8 tensor core over 128 of K (at most 256 where ``a``
+    is 1x256), where about 14 bits of the running sum are kept, and from there on in float32. Two scales whose product
     is above 2**127 make it Inf, below 2**-149 zero. All other blocks: exact products summed in float32; an element
     times its scale below 2**-126 is first rounded to bfloat16's subnormals, whose distance is 2**-133. The bias is
     added in float32 before the one rounding. The same operands give the same bits every time.
@@ -96,13 +97,15 @@ def _output(
 
 class Tile(NamedTuple):
     """A way to compute a tile: ``consumers`` warpgroups with ``rows`` sub-tiles of 64 x 128 each, a ring of ``stages``
-    slots (one more where the output is not staged in shared memory), registers of their threads and of the others'."""
+    slots (one more where the output is not staged in shared memory), registers of their threads and of the others',
+    and how many slots of K a promotion may span."""
 
     consumers: int
     rows: int
     stages: int
     registers: int
     spare: int
+    pair: int = 1
 
     @property
     def height(self) -> int:
@@ -112,26 +115,28 @@ class Tile(NamedTuple):
 TALL = Tile(consumers=3, rows=1, stages=4, registers=160, spare=32)
 WIDE = Tile(consumers=2, rows=2, stages=3, registers=224, spare=40)
 SMALL = Tile(consumers=2, rows=1, stages=5, registers=216, spare=40)
+TALL_PAIRS, SMALL_PAIRS = TALL._replace(pair=2), SMALL._replace(pair=2)
 
 # Microseconds of a step of 128 along K, and of the rest of a tile, while all SMs of an H200 are at work: lines through
-# the times at K = 1024 and 8192 (many tiles; 4096**3 and 2048**2 x 65536 agree within 4 %). By kind of factors: for
-# rows; for rows and columns (estimates); the same with a promotion every 256 (estimates).
+# the times at K = 1024 and 8192 (many tiles; 4096**3 and 2048**2 x 65536 agree within 4 %). By kind of factors (for
+# rows; for rows and columns: estimates) and by whether they hold for 256 of K (with pairs of slots: estimates).
 _TIMES = {
-    (1, 1): {TALL: (0.61, 1.24), WIDE: (0.85, 1.13), SMALL: (0.474, 0.70)},
-    (2, 1): {TALL: (0.80, 1.24), SMALL: (0.58, 0.70)},
-    (2, 2): {TALL: (0.70, 1.24), SMALL: (0.52, 0.70)},
+    (1, False): {TALL: (0.61, 1.24), WIDE: (0.85, 1.13), SMALL: (0.474, 0.70)},
+    (1, True): {TALL_PAIRS: (0.57, 1.24), WIDE: (0.85, 1.13), SMALL_PAIRS: (0.44, 0.70)},
+    (2, False): {TALL: (0.80, 1.24), SMALL: (0.58, 0.70)},
+    (2, True): {TALL_PAIRS: (0.70, 1.24), SMALL_PAIRS: (0.52, 0.70)},
 }
 _REDUCE = 4.0, 3.5e6  # of a split along K: microseconds to start the sum, bytes a microsecond
 _MAX_SPLIT = 32
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(M: int, N: int, K: int, sides: int, pair: int, sms: int, groups: int = 0) -> tuple[Tile, int]:
+def choose(M: int, N: int, K: int, sides: int, pairs: bool, sms: int, groups: int = 0) -> tuple[Tile, int]:
     """The tile and the number of parts of K with the least time, by a model of waves of tiles over the SMs. Of
     ``groups`` of rows, each leaves half a tile empty; their K is not split."""
     steps = -(-K // 128)
     best: tuple[float, Tile, int] | None = None
-    for tile, (step, rest) in _TIMES[sides, pair].items():
+    for tile, (step, rest) in _TIMES[sides, pairs].items():
         tiles = (-(-M // tile.height) + groups // 2) * -(-N // 128)
         for split in range(1, min(_MAX_SPLIT, max(1, steps // 8)) + 1):
             if split > 1 and (groups or tiles * split > 4 * sms):
@@ -167,14 +172,15 @@ def make_plan(
     could be stored by TMA. ``span``: how many rows of tiles go together."""
     M, N, K = shape
     sides = 1 if b_block == _TILE_BLOCK else 2
-    pair = 2 if a_block[1] == b_block[1] == 256 else 1
-    tile, split = forced or choose(M, N, K, sides, pair, sms, groups)
+    pairs = a_block[1] == 256 and (b_block == _TILE_BLOCK or b_block[1] == 256)
+    tile, split = forced or choose(M, N, K, sides, pairs, sms, groups)
     direct = split == 1 and not accumulate
     staged = direct and tma
     constants = {
         "CONSUMERS": tile.consumers, "ROWS": tile.rows, "STAGES": tile.stages + (not staged),
-        "REGISTERS": tile.registers, "SPARE": tile.spare, "SIDES": sides, "PAIR": pair, "A_R": a_block[0],
-        "A_K": a_block[1], "B_K": b_block[1], "BIAS": bias and direct, "TMA_STORE": staged, "GROUPED": groups > 0,
+        "REGISTERS": tile.registers, "SPARE": tile.spare, "SIDES": sides, "PAIR": tile.pair, "A_R": a_block[0],
+        "A_K": a_block[1], "B_K": b_block[1], "MIXED": tile.pair == 2 and sides == 1, "BIAS": bias and direct,
+        "TMA_STORE": staged, "PARTS": split > 1, "GROUPED": groups > 0,
     }  # fmt: skip
     tiles_m = M // tile.height + groups + 1 if groups else -(-M // tile.height)
     grid = (min(tiles_m * -(-N // 128) * split, sms), 1, 1)

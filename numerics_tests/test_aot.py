@@ -166,18 +166,22 @@ def test_the_tiles_of_the_table_are_those_in_use() -> None:
 
 def coalesced(
     tile: str, a_block: tuple[int, int] = (1, 128), b_block: tuple[int, int] = (128, 128), *,
-    a: str = "fp8e4nv", b: str = "fp8e4nv", out: str = "bf16", bias: bool = False, split: int = 1,
+    a: str = "fp8e4nv", b: str = "fp8e4nv", out: str = "bf16", bias: bool = False, split: int = 1, groups: int = 0,
 ) -> Version:  # fmt: skip
-    """The FP8 product of ``gemm_hopper``, as its host function would launch it; float32 is written without TMA."""
+    """The FP8 product of ``gemm_hopper``, as its host function would launch it, or that of ``grouped_gemm_hopper``;
+    float32 is written without TMA."""
     kernel = _gemm_hopper_kernel.coalesced_kernel
     forced = getattr(gemm_hopper, tile), split
-    plan = gemm_hopper.make_plan((*WIDE, 4096), a_block, b_block, bias, out != "fp32", False, 132, forced)
+    plan = gemm_hopper.make_plan(
+        (*WIDE, 4096), a_block, b_block, bias, out != "fp32", False, 132, forced, groups=groups
+    )
     run_time = [n for n in kernel.arg_names if n.isupper() and n not in plan.constants]  # sizes, not specialised
     absent = {"c_desc": not plan.constants["TMA_STORE"], "bias_ptr": not plan.constants["BIAS"]}
-    absent["table_ptr"] = "table_ptr" in kernel.arg_names  # of groups
+    absent["table_ptr"] = not plan.constants["GROUPED"]
     types = {
         "a_desc": f"tensordesc<{a}[64, 128],{swizzled(8)!r}>", "b_desc": f"tensordesc<{b}[128, 128],{swizzled(8)!r}>",
         "c_desc": f"tensordesc<{out}[64, 128],{swizzled(16)!r}>", "out_ptr": f"*{out}", "bias_ptr": "*fp32",
+        "table_ptr": "*i32",
     }  # fmt: skip
     formats = r"\.".join("E4M3" if x == "fp8e4nv" else "E5M2" for x in (a, b))
     return Version(
@@ -195,12 +199,20 @@ def hopper_versions() -> Iterator[tuple[str, Make]]:
         make = partial(coalesced, tile)
         yield f"gemm_hopper {tile}", make
         yield f"gemm_hopper {tile} 128x128 e5m2 fp16", partial(make, (128, 128), a="fp8e5", out="fp16")
-        yield f"gemm_hopper {tile} 1x256 bias", partial(make, (1, 256), b="fp8e5", bias=True)
+        yield f"gemm_hopper {tile} bias e5m2", partial(make, b="fp8e5", bias=True)
         yield f"gemm_hopper {tile} parts", partial(make, out="fp32", split=4)
         yield f"gemm_hopper {tile} fp32 bias", partial(make, out="fp32", bias=True)
-    for tile in ("TALL", "SMALL"):
-        yield f"gemm_hopper {tile} 1x128 1x128", partial(coalesced, tile, (1, 128), (1, 128))
-        yield f"gemm_hopper {tile} 1x256 1x256", partial(coalesced, tile, (1, 256), (1, 256))
+        yield f"grouped_gemm_hopper {tile}", partial(make, groups=8)
+    for tile, blocks in itertools.product(("TALL", "SMALL"), (((1, 128), (1, 128)), ((1, 256), (1, 256)))):
+        pairs = "_PAIRS" if blocks[0] == (1, 256) else ""
+        yield f"gemm_hopper {tile}{pairs} {blocks[1][1]} on both sides", partial(coalesced, tile + pairs, *blocks)
+    for tile in ("TALL_PAIRS", "SMALL_PAIRS"):
+        make = partial(coalesced, tile, (1, 256))
+        yield f"gemm_hopper {tile}", make
+        yield f"gemm_hopper {tile} bias e5m2", partial(make, b="fp8e5", bias=True)
+        yield f"gemm_hopper {tile} parts", partial(make, out="fp32", split=4)
+        yield f"gemm_hopper {tile} fp32 bias", partial(make, out="fp32", bias=True)
+        yield f"grouped_gemm_hopper {tile}", partial(make, groups=8)
 
 
 # Casts
