@@ -53,3 +53,11 @@ def test_a_core_with_9_bits_does_not() -> None:
     a, b = (operand(64, 160, "positive", torch.float8_e4m3fn) for _ in range(2))
     error = (fp8_product(a, b, 9) - a @ b.mT).abs()
     assert (error > tolerances.fp8_gemm_error(a, b, torch.float32)).all()
+
+
+@pytest.mark.parametrize("chain", [128, 256])
+@pytest.mark.parametrize("data", ["normal", "positive"])
+def test_the_bound_of_pairs_covers_both_lengths_of_a_chain(data: str, chain: int) -> None:
+    a, b = operand(8, 1000, data, torch.float8_e4m3fn), operand(40, 1000, data, torch.float8_e4m3fn)
+    error = (fp8_product(a, b, 13, chain) - a @ b.mT).abs()
+    assert (error <= tolerances.fp8_pair_error(a, b, torch.float32)).all()

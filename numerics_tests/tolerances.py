@@ -92,6 +92,19 @@ def fp8_gemm_error(
     return gemm_error(a, b, out_dtype, bias) + cut * (1 + OUT_UNIT[out_dtype])
 
 
+def fp8_pair_error(
+    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As :func:`fp8_gemm_error` where a chain spans 256 of K if the scales of both halves agree and else 128: for each
+    256 of K what is cut in the worse of the two."""
+    total = gemm_error(a, b, out_dtype, bias)
+    for first in range(0, a.shape[1], 2 * FP8_CHAIN):
+        left, right = (x[:, first : first + 2 * FP8_CHAIN] for x in (a, b))
+        bounds = [fp8_gemm_error(left, right, out_dtype, chain=chain) for chain in (FP8_CHAIN, 2 * FP8_CHAIN)]
+        total = total + torch.maximum(*bounds) - gemm_error(left, right, out_dtype)
+    return total
+
+
 def product_error(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -102,7 +115,7 @@ def product_error(
     """The bound of whatever backend ``auto`` took for ``gemm``: that of FP8 tensor cores where they may have been used.
     ``along``: how far the blocks of ``a`` and ``b`` reach over K, 0 for an operand in high precision."""
     if a.is_cuda and dispatch.chosen().get(("gemm", "cuda")) == "hopper" and min(along) >= FP8_CHAIN:
-        return fp8_gemm_error(a, b, out_dtype, bias, min(along))
+        return fp8_pair_error(a, b, out_dtype, bias) if along[0] == 256 else fp8_gemm_error(a, b, out_dtype, bias)
     return gemm_error(a, b, out_dtype, bias)
 
 
