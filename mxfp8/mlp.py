@@ -142,9 +142,12 @@ def _mx(q: torch.Tensor, s: torch.Tensor, spec: CastSpec, axis: int) -> MXTensor
     return MXTensor.trusted(q, s, get_format(spec.fmt), axis, spec.block)
 
 
-@functools.lru_cache(maxsize=256)
 def _casts(rows: CastSpec | None, columns: CastSpec | None, hp: bool) -> Casts:
     """What a fused op is to make: MX along rows, along columns (of one format and rule), the value in its dtype."""
+    return (_new_casts if torch.compiler.is_compiling() else _known_casts)(rows, columns, hp)
+
+
+def _new_casts(rows: CastSpec | None, columns: CastSpec | None, hp: bool) -> Casts:
     spec = rows or columns or CastSpec()
     made = {"rows": rows is not None, "columns": columns is not None, "hp": hp}
     return Casts(
@@ -156,6 +159,9 @@ def _casts(rows: CastSpec | None, columns: CastSpec | None, hp: bool) -> Casts:
         scale_rule=get_scale_rule(spec.scale_rule),
         satfinite=False,
     )
+
+
+_known_casts = functools.lru_cache(maxsize=256)(_new_casts)
 
 
 class _Saved(NamedTuple):
