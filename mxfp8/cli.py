@@ -24,11 +24,11 @@ import torch
 import typer
 from rich.console import Console
 
-from mxfp8 import __version__, dispatch, policies, report
+from mxfp8 import __version__, dispatch, modes, policies, report
 from mxfp8.audit import audit
 from mxfp8.description import describe
 from mxfp8.policy import AnyPolicy
-from mxfp8.recipe import RECIPES
+from mxfp8.recipe import GEMMS, RECIPES
 from mxfp8.rules import BF16, PrecisionPolicy
 
 __all__ = ["app"]
@@ -90,20 +90,61 @@ def _load_policy(name: str | None) -> AnyPolicy:
 
 
 @app.command()
-def info() -> None:
-    """Versions, the device, and which backend can run which op here, with the reason where it cannot."""
-    console = Console()
+def info(
+    backend: Annotated[
+        str | None, typer.Option(help="show how this backend of gemm would multiply; default: the one taken here")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Versions, the device, which backend can run which op here, and how each recipe's products are formed.
+
+    The last line is JSON.
+    """
+    with _one_line_errors(debug):
+        console, versions = Console(), _versions()
+        backend = backend or modes.gemm_backend()
+        found = modes.recipe_modes(backend)
+        for name, value in versions.items():
+            console.print(f"{name:8}{value}", highlight=False)
+        cells = dispatch.explain()
+        rows = [[cell.op, cell.backend, "yes" if cell.available else "no", cell.reason] for cell in cells]
+        console.print(report.table(f"Backends on {cells[0].device}", ["op", "backend", "runs", "why not"], rows))
+        _print_modes(console, found, backend)
+    last = {
+        "versions": versions,
+        "device": cells[0].device,
+        "runs": [f"{cell.op}/{cell.backend}" for cell in cells if cell.available],
+        "gemm_backend": backend,
+        "recipes": {row.recipe: {gemm: getattr(row, gemm).value for gemm in GEMMS} for row in found},
+    }
+    typer.echo(json.dumps(report.to_jsonable(last)))
+
+
+def _versions() -> dict[str, str]:
     versions = {"mxfp8": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if importlib.util.find_spec("triton") is not None:
         versions["triton"] = importlib.import_module("triton").__version__
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         versions["gpu"] = f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
-    for name, value in versions.items():
-        console.print(f"{name:8}{value}", highlight=False)
-    rows = dispatch.explain()
-    cells = [[row.op, row.backend, "yes" if row.available else "no", row.reason] for row in rows]
-    console.print(report.table(f"Backends on {rows[0].device}", ["op", "backend", "runs", "why not"], cells))
+    return versions
+
+
+def _print_modes(console: Console, rows: list[modes.RecipeModes], backend: str) -> None:
+    """How each recipe multiplies with ``backend``, what the words mean, and what was measured."""
+    sizes = [f"{size}x{size}" for size in modes.LAYER_SIZES]
+    cells = [[r.recipe, *(getattr(r, g).value for g in GEMMS), *(r.layer_ratios or [None] * len(sizes))] for r in rows]
+    measured = any(row.layer_ratios for row in rows)
+    caption = (
+        f"Right: speed of a layer, forward and backward, relative to BF16 ({modes.LAYER_SOURCE})" if measured else ""
+    )
+    columns = ["recipe", *GEMMS, *(sizes if measured else [])]
+    cells = [row[: len(columns)] for row in cells]
+    console.print(report.table(f"Products of each recipe, {backend} backend", columns, cells, caption=caption or None))
+    for mode in dict.fromkeys(getattr(row, gemm) for row in rows for gemm in GEMMS):
+        cost = modes.MEASURED.get((backend, mode))
+        speed = f"; {cost} x BF16's speed ({cost.source})" if cost else ""
+        console.print(f"{mode.value:14}{mode.meaning}{speed}", highlight=False, soft_wrap=True)
 
 
 @app.command("describe")

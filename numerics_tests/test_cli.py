@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 import mxfp8
 from mxfp8 import PrecisionPolicy, Rule, policies
 from mxfp8.cli import _load_policy, app
+from mxfp8.modes import LAYER_RATIOS
 
 FACTORY = """
 import torch
@@ -52,6 +53,31 @@ def test_info_shows_versions_and_every_cell_of_the_dispatch_table(run) -> None:
     assert mxfp8.__version__ in done.output
     for cell in mxfp8.explain():
         assert any(cell.op in line and cell.backend in line for line in done.output.splitlines())
+
+
+def test_info_says_how_each_recipe_multiplies(run) -> None:
+    done = run("info", "--backend", "hopper")
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    last = json.loads(lines[-1])
+    assert last["gemm_backend"] == "hopper"
+    assert last["recipes"]["mxfp8_coalesced"] == {"fprop": "fp8", "dgrad": "fp8", "wgrad": "fp8"}
+    assert last["recipes"]["mxfp8_rceil_wgrad_with_hp"]["wgrad"] == "not cast"
+    row = next(line.split() for line in lines if "mxfp8_coalesced" in line)
+    assert row == ["mxfp8_coalesced", "fp8", "fp8", "fp8", *(f"{r:.2f}" for r in LAYER_RATIOS["hopper", row[0]])]
+    assert any(line.startswith("fp8 ") and "every 128 of K" in line and "gemm.csv" in line for line in lines)
+
+
+def test_info_ends_in_json_and_shows_no_speed_that_was_not_measured(run) -> None:
+    done = run("info")
+    last = json.loads(done.output.splitlines()[-1])
+    assert last["versions"]["mxfp8"] == mxfp8.__version__
+    assert "gemm/reference" in last["runs"]
+    if last["gemm_backend"] == "reference":
+        assert "relative to BF16" not in done.output
+    wrong = run("info", "--backend", "cuda")
+    assert wrong.exit_code == 2
+    assert "unknown backend 'cuda'" in wrong.output
 
 
 def test_audit_prints_writes_and_ends_in_json(run, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lower layers first; a module imports 
     ("reference", "observe"),
     ("dispatch",),
     ("ops", "recipe"),
-    ("weight_cache", "rules"),
+    ("weight_cache", "rules", "modes"),
     ("linear", "attention", "activations", "distributed", "drift", "optim", "fused", "mlp"),
     ("policies",),
     ("policy",),
