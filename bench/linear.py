@@ -86,12 +86,14 @@ def main(
     k: Annotated[int, typer.Option(help="in_features, a multiple of 32")] = 1024,
     n: Annotated[int, typer.Option(help="out_features, a multiple of 32")] = 1024,
     recipe: Annotated[str, typer.Option(help="recipe of our layer")] = "mxfp8_rceil",
-    peers: Annotated[bool, typer.Option(help="on a GPU: torchao's layers too, which take a while to compile")] = True,
+    peers: Annotated[bool, typer.Option(help="on a GPU: torchao's layers too, which take a while to compile")] = False,
+    cases: Annotated[str, typer.Option(help="on a GPU: some of " + ", ".join(_linear_cuda.CASES))] = "",
 ) -> None:
     """Time one forward and backward in bf16 (ratio above 1: ours is faster)."""
     target = _harness.resolve_device(device)
     if target.type == "cuda":
-        _harness.report(_linear_cuda.cases(target, seconds, peers), target, save)
+        chosen = tuple(filter(None, cases.replace(" ", "").split(","))) or _linear_cuda.CASES
+        _harness.report(_linear_cuda.cases(target, seconds, peers, chosen), target, save)
         return
     torch.manual_seed(0)
     reference = nn.Linear(k, n, bias=False, device=target)
