@@ -7,8 +7,9 @@ first launch goes through Triton; later ones with the same key hand the argument
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,18 +19,56 @@ from ._device import INTERPRETED
 
 # The driver's entry point is private and has changed between releases: elsewhere Triton's own launch is used.
 _DIRECT = triton.__version__.startswith("3.6.") and not INTERPRETED
-_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 Versions = dict[Hashable, Any]
 """Compiled versions of a kernel by launch key; one for each plan, so that a key need not repeat what a plan fixes."""
 
 
+class Direct(NamedTuple):
+    """A compiled version: ``run(*grid, stream, *fixed, *args, *values)`` launches it."""
+
+    run: Callable[..., Any]
+    fixed: tuple[Any, ...]
+    values: tuple[Any, ...]  # of the constants
+
+
+class Seen(NamedTuple):
+    """A launch as :mod:`_replay` writes it down."""
+
+    direct: Direct
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+    device_index: int | None
+
+
+class _Watcher(threading.local):
+    """Who writes down allocations and launches of this thread, if anybody does."""
+
+    active: Any = None
+
+
+watcher = _Watcher()
+
+
+def _allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+# Bound once: a look-up in a module costs as much as the call. (A CPU build of torch has neither.)
+_get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_get_stream: Callable[[Any], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", _allocate
+)
+"""An uninitialised tensor on the current device, by the function that compiled graphs use: a third of the time of
+``torch.empty``."""
+
+
 def empty(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Uninitialised bytes (uint8). The allocation that compiled graphs use costs a third of ``torch.empty``."""
-    if _empty_strided_cuda is not None and device.type == "cuda" and torch._C._cuda_getDevice() == device.index:
-        out: torch.Tensor = _empty_strided_cuda(size, stride, torch.uint8)
-        return out
-    return torch.empty_strided(size, stride, dtype=torch.uint8, device=device)
+    """Uninitialised bytes (uint8)."""
+    if watcher.active is None and device.type == "cuda" and _get_device() == device.index:
+        return allocate(size, stride, torch.uint8)
+    return torch.empty_strided(size, stride, dtype=torch.uint8, device=device)  # a watcher sees this one
 
 
 _versions: Versions = {}
@@ -73,17 +112,40 @@ def launch_version(
         options: ``num_warps``, ``num_stages`` and the like.
     """
     index = device.index
-    found = versions.get((key, index))
-    if found is not None and torch._C._cuda_getDevice() == index and not knobs.runtime.launch_enter_hook.calls:
-        run, function, metadata, values = found
-        run(*grid, torch._C._cuda_getCurrentRawStream(index), function, metadata, None, None, None, *args, *values)
+    found: Direct | None = versions.get((key, index))
+    if found is not None and _get_device() == index and not knobs.runtime.launch_enter_hook.calls:
+        found.run(*grid, _get_stream(index), *found.fixed, *args, *found.values)
         return
     if grid[0] * grid[1] * grid[2] == 0:
         return
     with torch.cuda.device(index if device.type == "cuda" else -1):
         compiled = kernel[grid](*args, **constants, **options)
     if _DIRECT:
-        versions[key, index] = compiled.run, compiled.function, compiled.packed_metadata, tuple(constants.values())
+        direct, repeatable = _direct(compiled, tuple(constants.values()))
+        versions[key, index] = direct
+        if repeatable and watcher.active is not None:
+            watcher.active.launched(Seen(direct, grid, args, index))
+
+
+def _direct(compiled: Any, values: tuple[Any, ...]) -> tuple[Direct, bool]:
+    """How to launch a compiled kernel, and whether that needs nothing else: scratch memory is allocated by a wrapper,
+    which is left out where there is none."""
+    launcher, metadata = compiled.run, compiled.packed_metadata
+    hooks = (None, None, None)
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return Direct(launcher, (compiled.function, metadata, *hooks), values), False
+    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    return Direct(launcher.launch, (compiled.function, *flags, None, None, metadata, *hooks), values), True
+
+
+def descriptor(arg: Any, meta: Mapping[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """``(fill, parameters)``: ``fill(address, *parameters)`` is the TMA descriptor that Triton makes of ``arg``."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    return triton.runtime.driver.active.utils.fill_tma_descriptor, (
+        meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"],
+        arg.shape, arg.strides, int(arg.padding == "nan"),
+    )  # fmt: skip
 
 
 def aligned(*tensors: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mxfp8 import dispatch
+from mxfp8.dispatch import replays
 from mxfp8.formats import (
     BlockShape,
     ElementFormat,
@@ -65,8 +66,12 @@ def quantize(
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3 (``floor``); NVIDIA PTX ``cvt.rp.satfinite.ue8m0x2``
     (``rceil``).
     """
+    block, known = get_block(block), None
+    if seed is None and rounding == "nearest" and type(axis) is int:
+        known = replays.key("quantize", (x,), axis, fmt, block, scale_rule, satfinite, backend)
+        if (made := replays.again(known, x)) is not None:
+            return MXTensor.trusted(made[0], made[1], get_format(fmt), axis, block)
     _check_float("quantize", x)
-    block = get_block(block)
     check_axis(axis, x.ndim, block)
     form, rule, mode = get_format(fmt), get_scale_rule(scale_rule), get_rounding(rounding)
     key = RngKey(seed=seed) if isinstance(seed, int) else seed
@@ -74,10 +79,14 @@ def quantize(
         raise TypeError(f"seed is {seed!r}: use an int or an RngKey")
     if mode is Rounding.STOCHASTIC and key is None:
         raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
-    run = dispatch.resolve("quantize", backend, x.device)
-    qdata, scale = run(
-        _detached(x), axis=axis, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite
-    )
+    run, x = dispatch.resolve("quantize", backend, x.device), _detached(x)
+
+    def cast() -> tuple[torch.Tensor, torch.Tensor]:
+        return run(  # type: ignore[no-any-return]
+            x, axis=axis, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite
+        )
+
+    qdata, scale = replays.run(known, cast, (x,))
     return MXTensor.trusted(qdata, scale, form, axis, block)
 
 
@@ -108,16 +117,25 @@ def quantize_both(
 
     **Numerics.** As :func:`quantize`, to nearest.
     """
-    _check_float("quantize_both", x)
     block = get_block(block)
     column_block = block if column_block is None else get_block(column_block)
+    known = replays.key("quantize_both", (x,), fmt, block, column_block, scale_rule, satfinite, backend)
+    if (made := replays.again(known, x)) is not None:
+        q, s, t, u = made
+        form = get_format(fmt)
+        return MXTensor.trusted(q, s, form, -1, block), MXTensor.trusted(t, u, form, -2, column_block)
+    _check_float("quantize_both", x)
     if x.ndim < 2:
         raise ValueError(f"quantize_both takes at least two dimensions, not shape {tuple(x.shape)}: use quantize")
     form, rule = get_format(fmt), get_scale_rule(scale_rule)
-    run = dispatch.resolve("quantize_both", backend, x.device)
-    q, s, t, u = run(
-        _detached(x), fmt=form, block=block, column_block=column_block, scale_rule=rule, satfinite=satfinite
-    )
+    run, x = dispatch.resolve("quantize_both", backend, x.device), _detached(x)
+
+    def cast() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return run(  # type: ignore[no-any-return]
+            x, fmt=form, block=block, column_block=column_block, scale_rule=rule, satfinite=satfinite
+        )
+
+    q, s, t, u = replays.run(known, cast, (x,))
     return MXTensor.trusted(q, s, form, -1, block), MXTensor.trusted(t, u, form, -2, column_block)
 
 
@@ -169,6 +187,14 @@ def gemm(
     operands whose blocks reach over 128 of K or more run on FP8 tensor cores, which keep 14 bits of a sum over 128 (256
     where both blocks are 1x256) before it is added in float32; every backend's deviation is stated in its file.
     """
+    known: object = None
+    inputs: tuple[torch.Tensor, ...] = ()
+    if type(a) is MXTensor and type(b) is MXTensor and not _wants_grad(bias):
+        inputs = (a.qdata, a.scale_bytes, b.qdata, b.scale_bytes)
+        inputs += () if bias is None else (bias,)
+        known = replays.key("gemm", inputs, a.axis, a.block, b.axis, b.block, out_dtype, backend)
+        if (made := replays.again(known, *inputs)) is not None:
+            return made  # type: ignore[no-any-return]
     _check_operands("gemm", a, b, out_dtype)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"gemm takes a[M, K] and b[N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
@@ -176,8 +202,11 @@ def gemm(
         _check_bias(bias, b)
     run = dispatch.resolve("gemm", backend, a.device)
     bias = None if bias is None else _detached(bias)
-    out: torch.Tensor = run(*_parts(a), *_parts(b), bias=bias, out_dtype=out_dtype)
-    return out
+
+    def product() -> torch.Tensor:
+        return run(*_parts(a), *_parts(b), bias=bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
+
+    return replays.run(known, product, inputs)  # type: ignore[no-any-return]
 
 
 def grouped_gemm(
@@ -248,8 +277,12 @@ def _check_bias(bias: torch.Tensor, b: MXTensor | torch.Tensor) -> None:
     _check_no_grad("gemm", "bias", bias)
 
 
+def _wants_grad(x: torch.Tensor | None) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
+
+
 def _check_no_grad(op: str, name: str, x: torch.Tensor) -> None:
-    if torch.is_grad_enabled() and x.requires_grad:
+    if _wants_grad(x):
         raise TypeError(f"{op} has no backward, but {name} requires grad: use MXFP8Linear, or {name}.detach()")
 
 

@@ -163,7 +163,15 @@ class MXTensor:
     ) -> MXTensor:
         """Without the checks, which cost as much as a launch: for parts that a kernel has just made to measure."""
         out = object.__new__(cls)
-        out._set(qdata, scale_bytes, fmt, axis, block)
+        if torch.compiler.is_compiling():
+            out._set(qdata, scale_bytes, fmt, axis, block)
+            return out
+        set_qdata, set_scale_bytes, set_fmt, set_axis, set_block = _SETTERS  # half the time of object.__setattr__
+        set_qdata(out, qdata)
+        set_scale_bytes(out, scale_bytes)
+        set_fmt(out, fmt)
+        set_axis(out, axis)
+        set_block(out, block)
         return out
 
     def _set(
@@ -405,6 +413,9 @@ class MXTensor:
         # torch names its first argument; as a method it is self.
         named = {("self" if name in ("input", "tensor") else name): v for name, v in (kwargs or {}).items()}
         return own[func](*args, **named)
+
+
+_SETTERS = tuple(MXTensor.__dict__[name].__set__ for name in MXTensor.__slots__)
 
 
 def cat(tensors: Sequence[MXTensor], dim: int = 0) -> MXTensor:
