@@ -252,7 +252,8 @@ def _plan_both(
 ) -> Plan:  # fmt: skip
     along, across = layout(shape, -1, block), layout(shape, -2, column_block)
     (b, r, c), x_strides = three_dims(shape, strides)
-    bm, bk = max(32, along.rc[0], across.rc[0]), max(32, along.rc[1], across.rc[1])
+    least = (64, 128) if INTERPRETED else (32, 32)  # there a program costs more than its elements
+    bm, bk = max(least[0], along.rc[0], across.rc[0]), max(least[1], along.rc[1], across.rc[1])
     constants = {
         "BM": bm, "BK": bk, "RB": along.rc[0], "CB": along.rc[1], "TRB": across.rc[0], "TCB": across.rc[1], "FMT": FMT,
         "RULE": RULE, "SATFINITE": satfinite, "HARDWARE": hardware, "WHOLE": r % bm == 0 and c % bk == 0,
@@ -353,7 +354,7 @@ def tile(rb: int, cb: int, r: int, c: int) -> tuple[int, int, int]:
     """``(BM, BK, warps)`` for blocks of ``rb`` by ``cb`` in a tensor of ``r`` by ``c``: whole blocks, a multiple of 16
     rows, 4096 elements for rows of blocks and 64x64 otherwise."""
     if INTERPRETED:  # a program costs more than its elements
-        return max(rb, 64), max(cb, 2048 if c > 2048 else 128), 4
+        return max(rb, 2048 if r > 2048 else 64), max(cb, 2048 if c > 2048 else 128), 4
     if rb == 1:
         return max(16, 4096 // max(cb, 128)), max(cb, 128), 4
     bm, bk = max(rb, 64), max(cb, 64)

@@ -1,16 +1,29 @@
 """Shared set-up: one thread (xdist's workers share the cores), fixed seeds, and what a test may need or skip for."""
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from numerics_tests.interpreted.processes import Processes
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+
+
+def is_interpreted(item: pytest.Item) -> bool:
+    return item.path.name == "test_interpreter.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that wait for other processes come last."""
+    items.sort(key=is_interpreted)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -24,6 +37,19 @@ def _seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    """Tests in Triton's interpreter, which start with the session on the cores that it leaves idle; xdist's workers
+    leave none, so there each starts when its result is asked for."""
+    items = request.session.items
+    groups = [item.callspec.params["group"] for item in items if is_interpreted(item)]
+    if "PYTEST_XDIST_WORKER" in os.environ or importlib.util.find_spec("triton") is None:
+        groups = []
+    processes = Processes(groups, max(1, (os.cpu_count() or 1) - (len(items) > len(groups))))
+    yield processes
+    processes.close()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,6 +1,7 @@
 """The documents tell the truth: Python blocks run, commands and options exist, links and paths lead somewhere."""
 
 import csv
+import functools
 import importlib.util
 import os
 import re
@@ -77,7 +78,7 @@ def test_command_exists(command: str, repo_root: Path) -> None:
         short = command == "python -m bench.check"  # its status says whether goals are met, which is not asked here
         assert done.returncode in ((0, 1) if short else (0,)), done.stderr
     else:
-        _check_options(command, repo_root)
+        _check_options(command)
 
 
 _INSTALLERS = (
@@ -88,12 +89,17 @@ _INSTALLERS = (
 )
 
 
-def _check_options(command: str, repo_root: Path) -> None:
+@functools.cache
+def help_of(*argv: str) -> subprocess.CompletedProcess[str]:
+    return run([*argv, "--help"], ROOT)
+
+
+def _check_options(command: str) -> None:
     words = shlex.split(command)
     assert words[0] in ("mxfp8", "gem", "python"), f"not checked by any rule: {command}"
     argv = as_argv(command)
     first_option = next((i for i, word in enumerate(argv) if i > 2 and word.startswith("-")), len(argv))
-    done = run([*argv[:first_option], "--help"], repo_root)
+    done = help_of(*argv[: min(first_option, 4)])  # the module and its subcommand
     assert done.returncode == 0, done.stderr
     for option in (word.split("=")[0] for word in argv[first_option:] if word.startswith("--")):
         assert re.search(rf"(?<!\S){re.escape(option)}(?!\S)", done.stdout), f"{command}: no {option} in\n{done.stdout}"
