@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lower layers first; a module imports 
     ("reference", "observe"),
     ("dispatch",),
     ("ops", "recipe"),
-    ("weight_cache", "rules", "modes"),
+    ("weight_cache", "rules", "modes", "te"),
     ("linear", "attention", "activations", "distributed", "drift", "optim", "fused", "mlp"),
     ("policies",),
     ("policy",),
