@@ -1,9 +1,11 @@
 """Policies: which layer gets which recipe, why, and that converting changes nothing else."""
 
 import copy
+import csv
 import dataclasses
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -252,6 +254,38 @@ def test_recsys_raises_where_nothing_is_left() -> None:
         ValueError, match=r"no layer would be converted.*overhead: rule \d+ shape smaller_than=1024: its casts"
     ):
         mxfp8.convert(Ranker(), policies.recsys())
+
+
+def test_recsys_knows_what_does_not_pay_on_a_gpu() -> None:
+    body = nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 512), nn.Linear(512, 1024), nn.Linear(1024, 2048))
+    fast = policies.recsys("mxfp8_coalesced", gpu="hopper", last_layers=0)
+    why = {row.name: (row.precision, row.reason) for row in mxfp8.describe(body, fast).rows}
+    assert [why[name][0] for name in "0123"] == ["bf16", "bf16", "bf16", "mxfp8_coalesced"]
+    assert "casts would cost more than its products save" in why["1"][1]
+    assert fast == policies.recsys("mxfp8_coalesced", last_layers=0), "a GPU decides whether, not what"
+    for recipe in ("mxfp8_rceil", "mxfp8_square", "mxfp8_robust", "mxfp8_rceil_wgrad_with_hp"):
+        assert policies.pays_from(recipe, "hopper") is None
+        with pytest.raises(ValueError, match=f"recipe '{recipe}' makes no layer faster on hopper"):
+            policies.recsys(recipe, gpu="hopper")
+    with pytest.raises(ValueError, match="gpu is 'ampere': layers were timed on hopper only"):
+        policies.recsys(gpu="ampere")
+
+
+def test_what_pays_is_what_was_measured(repo_root: Path) -> None:
+    """The committed rows of bench.linear do not contradict ``pays_from``; if new ones do, change it there."""
+    with (repo_root / "bench" / "results" / "h200" / "linear.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["baseline"] == "bf16" and row["metric"] == "time"]
+    recipe_of = {"coalesced": "mxfp8_coalesced", "small": "mxfp8_coalesced", "square": "mxfp8_square",
+                 "exact": "mxfp8_rceil"}  # fmt: skip
+    checked = 0
+    for row in rows:
+        if row["case"] in recipe_of:
+            pays = policies.pays_from(recipe_of[row["case"]], "hopper")
+            width = int(row["shape"].split("x")[1])
+            ratio = float(row["ratio"])
+            assert ratio >= 1.0 if pays is not None and width >= pays else ratio < 1.1, row
+            checked += 1
+    assert checked >= 9
 
 
 # --- converting ------------------------------------------------------------------------------------------------------
