@@ -88,7 +88,7 @@ def recsys(
         raise ValueError(f"last_layers is {last_layers}: use 0 or more")
     if gpu is not None and pays_from(recipe, gpu) is None:
         raise ValueError(
-            f"recipe {recipe_name(recipe)!r} makes no layer faster on {gpu}: its products run at the speed of BF16, its "
+            f"recipe {recipe_name(recipe)!r} makes no layer faster on {gpu}: its products take as long as in BF16, its "
             "casts come on top. Use blocks of 128 along K (mxfp8_coalesced), or leave gpu out to train with it anyway"
         )
     kept: list[Rule] = []
