@@ -292,8 +292,8 @@ def _wrap(
     parts: Sequence[torch.Tensor | None], casts: Casts
 ) -> tuple[MXTensor | None, MXTensor | None, torch.Tensor | None]:
     q, s, t, u, hp = parts
-    rows = None if q is None or s is None else MXTensor(q, s, casts.fmt, -1, casts.block)
-    return rows, None if t is None or u is None else MXTensor(t, u, casts.fmt, -2, casts.column_block), hp
+    rows = None if q is None or s is None else MXTensor.trusted(q, s, casts.fmt, -1, casts.block)
+    return rows, None if t is None or u is None else MXTensor.trusted(t, u, casts.fmt, -2, casts.column_block), hp
 
 
 def _check_input(op: str, x: torch.Tensor, casts: Casts) -> None:

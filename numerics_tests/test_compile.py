@@ -7,10 +7,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mxfp8
-from mxfp8 import dispatch
+from mxfp8 import dispatch, fused
 from mxfp8.recipe import RECIPES
 from mxfp8.rng import get_step, set_step
 from numerics_tests.oracles import RULES
+from numerics_tests.test_fused import bits, flat
 from numerics_tests.test_linear import make, run, same
 
 recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -166,3 +167,114 @@ def test_inductor_gives_the_bits_of_eager(device: torch.device) -> None:
     y = torch.compile(layer, fullgraph=True)(leaf)
     y.backward(dy)
     assert same([y.detach(), leaf.grad, layer.weight.grad], want)
+
+
+ALL = ("rows", "columns", "hp")
+
+
+def activations(activation: str, **how):
+    """Forward and backward of a fused activation, with a bias."""
+
+    def net(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor | None]:
+        bias = x[0].contiguous()
+        dy = dy[:, : x.shape[-1] // 2] if activation == "swiglu" else dy
+        value = fused.activation_quantize(x, activation, bias, **how)
+        return flat((*value, *fused.activation_quantize_backward(dy, x, activation, bias, **how)))
+
+    return net
+
+
+def norms(norm: str, with_residual: bool, **how):
+    """Forward and backward of a fused norm, with everything it can have."""
+
+    def net(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor | None]:
+        weight, bias, residual = x[0].contiguous(), x[1].contiguous(), dy if with_residual else None
+        value = fused.norm_quantize(x, weight, bias, residual, norm=norm, norm_block=32, **how)
+        gradient = fused.norm_quantize_backward(
+            dy, value.h, value.rstd, value.mean, weight, residual, with_bias=True, norm=norm, norm_block=32, **how
+        )
+        return flat((*value, *gradient))
+
+    return net
+
+
+FUSED = {
+    "relu": activations("relu", outputs=ALL),
+    "silu": activations("silu", outputs=("columns",), block=(1, 128), column_block=(128, 128)),
+    "swiglu": activations("swiglu", fmt="e5m2", scale_rule="floor", round_first=True, outputs=ALL),
+    "rms": norms("rms", False, outputs=("rows",)),
+    "layer": norms("layer", True, outputs=ALL, satfinite=True),
+    "block": norms("block", False),
+}
+
+
+def assert_same_bits(got: list[torch.Tensor | None], want: list[torch.Tensor | None]) -> None:
+    for g, w in zip(got, want, strict=True):
+        assert (g is None) == (w is None)
+        if g is not None:
+            assert (g.shape, g.dtype, g.stride()) == (w.shape, w.dtype, w.stride())
+            assert torch.equal(bits(g), bits(w))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_ops_are_one_node_each_with_the_bits_of_eager(name: str, device: torch.device) -> None:
+    net = FUSED[name]
+    nodes: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        nodes.extend(str(n.target) for n in graph.graph.nodes if "mxfp8" in str(n.target))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    x, dy = torch.randn(2, 70, 96, device=device).bfloat16()
+    assert_same_bits(torch.compile(net, backend=backend, fullgraph=True)(x, dy), net(x, dy))
+    op = "norm_quantize" if name in fused.NORMS else "activation_quantize"
+    assert nodes == [f"mxfp8.{op}", f"mxfp8.{op}_backward"]
+
+
+def test_fused_ops_do_not_recompile_for_every_row_count(device: torch.device) -> None:
+    net, counter, graphs = FUSED["layer"], Counter(), []
+    fast = torch.compile(net, backend=counter, fullgraph=True, dynamic=True)
+    for rows in (70, 64, 7, 33, 257, 31, 100, 512):
+        x, dy = torch.randn(2, rows, 96, device=device)
+        assert_same_bits(fast(x, dy), net(x, dy))
+        graphs.append(counter.graphs)
+    assert graphs[2] == graphs[-1]
+
+
+def test_gradients_through_a_compiled_fused_op(device: torch.device) -> None:
+    """As models use them: inside an autograd function."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return fused.activation_quantize(x, "gelu", outputs=("rows",)).rows.dequantize()
+
+        @staticmethod
+        def backward(ctx, dy: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return fused.activation_quantize_backward(dy, x, "gelu", outputs=("columns",)).columns.dequantize()
+
+    x, dy = torch.randn(2, 64, 96, device=device)
+    results = []
+    for f in (Function.apply, compiled(Function.apply)):
+        leaf = x.clone().requires_grad_()
+        y = f(leaf)
+        y.backward(dy)
+        results.append([y.detach(), leaf.grad])
+    assert_same_bits(*results)
+
+
+def test_wrong_arguments_of_fused_ops_are_named_in_a_compiled_region(device: torch.device) -> None:
+    x = torch.randn(8, 64, device=device)
+    with pytest.raises(Exception, match="unknown activation 'tanh'"):
+        compiled(lambda x: fused.activation_quantize(x, "tanh").rows.dequantize())(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["silu", "layer"])
+def test_inductor_gives_the_bits_of_eager_for_fused_ops(name: str, device: torch.device) -> None:
+    """Exponentials and sums of generated code would be others: the operators run as they are."""
+    net = FUSED[name]
+    x, dy = torch.randn(2, 70, 96, device=device).bfloat16()
+    assert_same_bits(torch.compile(net, fullgraph=True)(x, dy), net(x, dy))

@@ -20,7 +20,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from mxfp8.dispatch.compiled import OPERATORS
+from mxfp8.dispatch import compiled, compiled_fused
 from mxfp8.reference.attention import block_attention, generalized_attention, jagged_attention
 from mxfp8.reference.fused import (
     activation_quantize,
@@ -127,8 +127,11 @@ def resolve(op: str, backend: str, device: torch.device) -> Callable[..., Any]:
         backend = _choose(op, device.type)
     elif backend != "reference":
         _require(op, backend, device.type)
-    if backend != "reference" and torch.compiler.is_compiling() and op in OPERATORS:
-        return functools.partial(OPERATORS[op], backend)
+    if torch.compiler.is_compiling():
+        if op in compiled_fused.OPERATORS:
+            return functools.partial(compiled_fused.OPERATORS[op], backend)
+        if backend != "reference" and op in compiled.OPERATORS:
+            return functools.partial(compiled.OPERATORS[op], backend)
     return _functions[op, backend]
 
 

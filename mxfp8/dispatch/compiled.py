@@ -7,7 +7,7 @@ because compilers handle float8 on some backends only.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from mxfp8.formats import BlockShape, ElementFormat, Rounding, ScaleRule, get_format
 from mxfp8.rng import RngKey
 
-__all__ = ["OPERATORS"]
+__all__ = ["OPERATORS", "kernel", "layout"]
 
 # Written as one schema each: the annotations of custom_op know neither enums nor dataclasses.
 _QUANTIZE = (
@@ -32,19 +32,22 @@ _GEMM = (
 )
 
 
-def _kernel(op: str, backend: str) -> Callable[..., Any]:
+def kernel(op: str, backend: str, device: torch.device) -> Callable[..., Any]:
+    """What an operator runs."""
     from mxfp8 import dispatch
 
-    return dispatch.resolve(op, backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return dispatch.resolve(op, backend, device)
 
 
-def _layout(x: torch.Tensor, axis: int, block: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def layout(
+    shape: Sequence[int], device: torch.device, axis: int, block: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Empty elements and scales with the strides that the kernels give them; sizes may be symbols."""
-    layout = importlib.import_module("mxfp8.kernels.quantize_triton").layout.__wrapped__
-    out = layout(tuple(x.shape), axis, (block[0], block[1]))
-    qdata = torch.empty_strided(out.qdata_size, out.qdata_stride, dtype=torch.uint8, device=x.device)
-    scale = torch.empty_strided(out.scale_size, out.scale_stride, dtype=torch.uint8, device=x.device)
-    return qdata if x.ndim < 2 else qdata.narrow(-2, 0, out.rows), scale
+    known = importlib.import_module("mxfp8.kernels.quantize_triton").layout.__wrapped__
+    out = known(tuple(shape), axis, (block[0], block[1]))
+    qdata = torch.empty_strided(out.qdata_size, out.qdata_stride, dtype=torch.uint8, device=device)
+    scale = torch.empty_strided(out.scale_size, out.scale_stride, dtype=torch.uint8, device=device)
+    return qdata if len(shape) < 2 else qdata.narrow(-2, 0, out.rows), scale
 
 
 @torch.library.custom_op("mxfp8::quantize", mutates_args=(), schema=_QUANTIZE)
@@ -59,7 +62,7 @@ def _quantize(
         rng = RngKey(
             seed=high << 32 | low, step=step, stream=stream, row_offset=row_offset, col_offset=col_offset
         )  # fmt: skip
-    q, s = _kernel("quantize", backend)(
+    q, s = kernel("quantize", backend, x.device)(
         x, axis=axis, fmt=get_format(fmt), block=(block[0], block[1]), scale_rule=ScaleRule(scale_rule),
         rounding=Rounding(rounding), key=rng, satfinite=satfinite,
     )  # fmt: skip
@@ -68,14 +71,14 @@ def _quantize(
 
 @_quantize.register_fake
 def _(x, axis, fmt, block, scale_rule, rounding, key, step, satfinite, backend):  # type: ignore[no-untyped-def]
-    return _layout(x, axis, block)
+    return layout(x.shape, x.device, axis, block)
 
 
 @torch.library.custom_op("mxfp8::quantize_both", mutates_args=(), schema=_BOTH)
 def _quantize_both(
     x: torch.Tensor, fmt: str, block: list[int], column_block: list[int], scale_rule: str, satfinite: bool, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, s, t, u = _kernel("quantize_both", backend)(
+    q, s, t, u = kernel("quantize_both", backend, x.device)(
         x, fmt=get_format(fmt), block=(block[0], block[1]), column_block=(column_block[0], column_block[1]),
         scale_rule=ScaleRule(scale_rule), satfinite=satfinite,
     )  # fmt: skip
@@ -84,7 +87,7 @@ def _quantize_both(
 
 @_quantize_both.register_fake
 def _(x, fmt, block, column_block, scale_rule, satfinite, backend):  # type: ignore[no-untyped-def]
-    return *_layout(x, -1, block), *_layout(x, -2, column_block)
+    return *layout(x.shape, x.device, -1, block), *layout(x.shape, x.device, -2, column_block)
 
 
 @torch.library.custom_op("mxfp8::gemm", mutates_args=(), schema=_GEMM)
@@ -95,7 +98,7 @@ def _gemm(
 ) -> torch.Tensor:  # fmt: skip
     left = a if a_fmt is None else a.view(get_format(a_fmt).dtype)
     right = b if b_fmt is None else b.view(get_format(b_fmt).dtype)
-    out: torch.Tensor = _kernel("gemm", backend)(
+    out: torch.Tensor = kernel("gemm", backend, a.device)(
         left, a_scale, None if a_block is None else (a_block[0], a_block[1]),
         right, b_scale, None if b_block is None else (b_block[0], b_block[1]), bias=bias, out_dtype=out_dtype,
     )  # fmt: skip

@@ -20,6 +20,7 @@ __all__ = [
     "Casts",
     "activation_quantize",
     "activation_quantize_backward",
+    "group",
     "norm_quantize",
     "norm_quantize_backward",
 ]
@@ -91,7 +92,7 @@ def norm_quantize(
     """The five of :func:`activation_quantize` for the normalised value, then ``h``, ``mean`` (None unless ``norm`` is
     ``"layer"``) and ``rstd``. Contract in :func:`mxfp8.fused.norm_quantize`."""
     h = x if residual is None else (x.to(torch.float32) + residual.to(torch.float32)).to(x.dtype)
-    wide, size = h.to(torch.float32), _group(norm, norm_block, x.shape[-1])
+    wide, size = h.to(torch.float32), group(norm, norm_block, x.shape[-1])
     mean = _per_group(wide, size) if norm == "layer" else None
     centred = wide if mean is None else wide - _spread(mean, size, wide)
     rstd = 1.0 / torch.sqrt(_per_group(centred.square(), size) + eps)
@@ -114,7 +115,7 @@ def norm_quantize_backward(
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]:
     """The five of :func:`activation_quantize` for ``dx``, then ``dweight`` and ``dbias`` in float32 (None where there
     is none). Contract in :func:`mxfp8.fused.norm_quantize_backward`."""
-    wide, size = h.to(torch.float32), _group(norm, norm_block, h.shape[-1])
+    wide, size = h.to(torch.float32), group(norm, norm_block, h.shape[-1])
     centred = wide if mean is None else wide - _spread(mean, size, wide)
     factor = _spread(rstd, size, wide)
     normed, grad = centred * factor, dy.to(torch.float32)
@@ -189,7 +190,7 @@ def _gradient(x: torch.Tensor, dy: torch.Tensor, activation: str) -> torch.Tenso
     return torch.cat([_gradient(gate, dy * up, "silu"), dy * _activated(gate, "silu")], -1)
 
 
-def _group(norm: str, norm_block: int, width: int) -> int:
+def group(norm: str, norm_block: int, width: int) -> int:
     """How many features share a mean and a root mean square."""
     return max(1, min(norm_block, width) if norm == "block" else width)
 
