@@ -87,7 +87,7 @@ def dequantize(
         return dequantize(qdata.mT, scale.mT, (block[1], block[0]), dtype, saturate).mT
     rows, cols = block
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    values, factors = _decode(qdata, exact), scale_values(scale).to(exact)
+    values, factors = _decode(qdata, exact), rounded(scale_values(scale), exact)
     out: torch.Tensor
     whole = qdata.shape[-1] % cols == 0 and (qdata.ndim < 2 or qdata.shape[-2] % rows == 0)
     if whole and qdata.numel() and qdata.ndim >= 2:
@@ -98,7 +98,7 @@ def dequantize(
     if saturate:
         limit = torch.finfo(dtype).max
         out = out.clamp(-limit, limit)
-    return out.to(dtype)
+    return rounded(out, dtype)
 
 
 @dataclass(frozen=True, eq=False, init=False, slots=True)
