@@ -6,15 +6,17 @@ modules that define them can be imported everywhere.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import triton
 
-__all__ = ["HAVE_GLUON", "RELEASES", "Descriptor", "gl", "gluon", "hopper", "swizzled"]
+from ._launch import triton_why_not
 
-RELEASES = ("3.6", "3.7")
-"""Triton releases whose Gluon the kernels were compiled with. 3.5 and 3.8 name or check things differently."""
+__all__ = ["HAVE_GLUON", "RELEASES", "Descriptor", "gl", "gluon", "hopper", "hopper_why_not", "swizzled"]
+
+RELEASES = ("3.6", "3.7", "3.8", "3.9")
+"""Triton releases whose Gluon the kernels were compiled with; run with 3.6 only. 3.5 checks things differently."""
 
 HAVE_GLUON = triton.__version__.startswith(tuple(f"{r}." for r in RELEASES))
 gluon: Any
@@ -23,11 +25,33 @@ hopper: Any
 if HAVE_GLUON:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.language.nvidia import hopper as _hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _TensorDescriptor
+
+    def _with(module: ModuleType, **names: Any) -> ModuleType:
+        """A module with more names: a kernel may read a global that is a module, but no other kind of namespace."""
+        copy = ModuleType(module.__name__)
+        copy.__dict__.update(vars(module) | names)
+        return copy
+
+    hopper = _hopper
+    if hasattr(_hopper.tma, "async_load"):  # from 3.8 on; 3.9 has no other name for it
+        _tma = _hopper.tma
+        _copies = {
+            "async_copy_global_to_shared": _tma.async_load,
+            "async_copy_shared_to_global": _tma.async_store,
+        }
+        hopper = _with(_hopper, tma=_with(_tma, **_copies))
 else:
     gluon = SimpleNamespace(jit=lambda fn=None, **_: fn if fn is not None else (lambda f: f))
     gl, hopper, _TensorDescriptor = SimpleNamespace(constexpr=int), SimpleNamespace(), object
+
+
+def hopper_why_not(kind: str) -> str | None:
+    """The reason why Gluon kernels for Hopper cannot run on a device type, or None."""
+    if not HAVE_GLUON:
+        return f"needs Gluon as in triton {', '.join(RELEASES)}; this is triton {triton.__version__}"
+    return triton_why_not(kind, exactly=(9, 0))
 
 
 class Descriptor(_TensorDescriptor):

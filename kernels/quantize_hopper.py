@@ -19,7 +19,8 @@ from triton.experimental.gluon import language as gl
 
 from . import quantize_triton
 from ._device import amax_bits, element_codes, encode, inverse_scale, scale_byte
-from ._launch import launch_version, triton_why_not
+from ._gluon import hopper_why_not
+from ._launch import launch_version
 from .quantize_triton import Plan, layout, readable, three, three_dims
 
 __all__ = ["quantize", "quantize_both", "why_not"]
@@ -27,7 +28,7 @@ __all__ = ["quantize", "quantize_both", "why_not"]
 
 def why_not(kind: str) -> str | None:
     """The reason why these kernels cannot run on a device type, or None."""
-    return triton_why_not(kind, exactly=(9, 0))
+    return hopper_why_not(kind)
 
 
 @gluon.jit

@@ -37,11 +37,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+COUNTED = triton.__version__.startswith("3.6.")
+"""Whether registers were counted with this Triton: with others kernels compile to the same instructions, and a few may
+spill a little."""
+counted = pytest.mark.skipif(not COUNTED, reason="registers were counted with triton 3.6")
 HOPPER, BLACKWELL = 90, 100
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="an interpreted process cannot compile"),
-    pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="register counts are those of triton 3.6"),
     pytest.mark.skipif(not (TOOLS / "cuobjdump").exists(), reason="this triton brings no cuobjdump"),
 ]
 
@@ -281,23 +284,27 @@ def test_machine_code(make: Make, capability: int, tmp_path: Path) -> None:
     built = build(version, capability, tmp_path)
     assert re.search(version.instruction[capability], built.sass), "the instruction that should do the work is missing"
     assert "tf32" not in built.ptx
+    assert version.gluon or built.registers * 32 * version.options["num_warps"] <= REGISTER_FILE
+    assert built.shared <= SHARED_MEMORY
+    if not COUNTED:
+        return
     assert built.stack == 0
     assert not SPILLS.search(built.sass)
     assert built.registers <= version.registers
-    assert version.gluon or built.registers * 32 * version.options["num_warps"] <= REGISTER_FILE
-    assert built.shared <= SHARED_MEMORY
     if capability == HOPPER and "GMMA" in version.instruction[capability]:
         (tmp_path / "kernel.ptx").write_text(built.ptx)
         said = tool("ptxas", "-v", "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", "/dev/null")
         assert not SERIALISED.search(said), said
 
 
+@counted
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.xfail(reason="64 elements a thread, random words and all: a few dozen registers are spilled")
 def test_stochastic_rounding_in_one_large_tile(axis: int, tmp_path: Path) -> None:
     assert build(cast(axis, (128, 128), 2), HOPPER, tmp_path).stack == 0
 
 
+@counted
 def test_a_spill_would_show(tmp_path: Path) -> None:
     """A tile that is too large for its warps, on purpose: what the test above reads does see it."""
     version = portable_gemm(gemm_triton._gemm_kernel, (128, 128, 4), a=(1, 128), b=(1, 128), BIAS=False)

@@ -22,10 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-pytestmark = [
-    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled here"),
-    pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="counts are those of triton 3.6"),
-]
+pytestmark = pytest.mark.skipif(
+    triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled here"
+)
+COUNTED = triton.__version__.startswith("3.6.")
+"""Whether registers were counted with this Triton: with others kernels compile to the same instructions, and a few may
+spill more."""
 
 FLOATS = {"w_ptr", "bias_ptr", "mean_ptr", "rstd_ptr", "dw_ptr", "db_ptr", "sum_ptr"}
 CODES = {"q_ptr", "s_ptr", "t_ptr", "u_ptr"}
@@ -95,7 +97,7 @@ def test_activations_for_hopper(activation: str, blocks: Any, backward: bool, tm
     registers, stack = resources(made, tmp_path)
     assert registers * plan.options["num_warps"] * 32 <= 65536
     limit = SPILLS.get(f"{activation} {'backward' if backward else 'forward'}", 64) if blocks == BLOCKS[1] else 64
-    assert stack <= limit, f"{registers} registers, {stack} bytes spilled"
+    assert stack <= limit or not COUNTED, f"{registers} registers, {stack} bytes spilled"
 
 
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
@@ -112,7 +114,7 @@ def test_norms_for_hopper(norm: str, blocks: Any, backward: bool, tmp_path: Any)
     assert "st.global.v4.b32" in made.asm["ptx"]
     registers, stack = resources(made, tmp_path)
     limit = SPILLS.get(f"{norm} {'backward' if backward else 'forward'}", 64) if blocks == BLOCKS[1] else 64
-    assert stack <= limit, f"{registers} registers, {stack} bytes spilled"
+    assert stack <= limit or not COUNTED, f"{registers} registers, {stack} bytes spilled"
 
 
 @pytest.mark.parametrize("arch", [90, 100])

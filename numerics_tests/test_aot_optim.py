@@ -20,10 +20,10 @@ from triton.compiler import ASTSource
 
 from numerics_tests.test_optim_kernels import weight_casts
 
-pytestmark = [
-    pytest.mark.skipif(INTERPRETED, reason="an interpreted process cannot compile"),
-    pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="register counts are those of triton 3.6"),
-]
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted process cannot compile")
+COUNTED = triton.__version__.startswith("3.6.")
+"""Whether registers were counted with this Triton: with others kernels compile to the same instructions, and a few may
+spill a little."""
 targets = pytest.mark.parametrize("capability", [90, 100])
 
 SASS = {"spilled": r"\b(LDL|STL)\b", "wide_loads": r"LDG\.E\.128", "wide_stores": r"STG\.E\.128"}
@@ -60,7 +60,7 @@ def compiled(kernel, types: dict[str, str], constants: dict, capability: int, wa
 
 
 def assert_lean(built: dict, warps: int, shared: int = 64 * 1024) -> None:
-    assert built["spilled"] == built["stack"] == 0, built
+    assert built["spilled"] == built["stack"] == 0 or not COUNTED, built
     assert built["registers"] * warps * 32 <= 65536, built
     assert built["shared"] <= shared, built
     assert built["wide_loads"] > 0
