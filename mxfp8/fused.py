@@ -4,20 +4,21 @@ A linear that follows an activation or a norm quantises what that wrote a moment
 float32 and cast it in the same pass: along rows for the forward GEMM, along columns for the weight gradient, and to the
 input's dtype only if somebody else needs it. Each has its backward, which casts the input's gradient the same way.
 
-They take and return plain tensors and :class:`~mxfp8.MXTensor`, and record nothing for autograd: call them inside an
-autograd function.
+They take plain tensors, and record nothing for autograd: call them inside an autograd function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from mxfp8 import dispatch
+from mxfp8 import dispatch, ops
 from mxfp8.formats import BlockShape, ElementFormat, ScaleRule, get_block, get_format, get_scale_rule
 from mxfp8.reference.fused import ACTIVATIONS, Casts
+from mxfp8.reference.hadamard import HADAMARD_SIZES
 from mxfp8.tensor import MXTensor
 
 __all__ = [
@@ -88,6 +89,8 @@ def activation_quantize(
     outputs: Sequence[str] = ("rows", "columns"),
     round_first: bool = False,
     satfinite: bool = False,
+    hadamard: int | None = None,
+    seed: int = 0,
     backend: str = "auto",
 ) -> Quantized:
     """``activation(x + bias)`` as MX copies, without writing the value itself unless asked.
@@ -101,10 +104,13 @@ def activation_quantize(
         outputs: which of ``"rows"``, ``"columns"`` and ``"hp"`` (the value in the dtype of ``x``) to make.
         round_first: cast what ``"hp"`` holds instead of the float32 value: the bits of the activation as a step of its
             own followed by :func:`mxfp8.quantize`.
+        hadamard, seed: size and seed of a random Hadamard transform along the columns (wgrad contracts over them)
+            before their cast; None for none. The columns then are ``quantize(hadamard(hp, -2, size, seed), -2, ...)``
+            and have as many rows; what ``"hp"`` holds is written and read for it.
 
     Raises:
         TypeError: a tensor of another dtype, or one that needs a gradient.
-        ValueError: unknown activation, output, format, rule or block; shapes or devices that do not fit.
+        ValueError: unknown activation, output, format, rule, block or Hadamard size; shapes or devices that do not fit.
 
     **Numerics.** ``x`` and ``bias`` are widened to float32, added, and the activation computed there; the casts take
     that value as :func:`mxfp8.quantize` would. relu (every zero becomes +0) and hardswish are the same bits on every
@@ -115,10 +121,11 @@ def activation_quantize(
     NaN stays NaN; ``silu(-inf)`` and ``gelu(-inf)`` are NaN, as in torch.
     """
     op, casts = "activation_quantize", _casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
+    made, rotation = _made(casts, hadamard), (hadamard, seed, backend)
     _check_activation(op, x, activation, bias, casts)
     with torch.no_grad():
-        parts = dispatch.resolve(op, backend, x.device)(x, bias, activation=activation, casts=casts)
-    return Quantized(*_wrap(parts, casts))
+        parts = dispatch.resolve(op, backend, x.device)(x, bias, activation=activation, casts=made)
+    return Quantized(*_wrap(parts, casts, *rotation))
 
 
 def activation_quantize_backward(
@@ -134,6 +141,8 @@ def activation_quantize_backward(
     outputs: Sequence[str] = ("rows", "columns"),
     round_first: bool = False,
     satfinite: bool = False,
+    hadamard: int | None = None,
+    seed: int = 0,
     backend: str = "auto",
 ) -> ActivationGradient:
     """The gradient of ``x`` under :func:`activation_quantize`, as MX copies, and that of ``bias``.
@@ -141,8 +150,7 @@ def activation_quantize_backward(
     Args:
         dy: the gradient of the value, in the dtype of ``x`` and the shape of the value.
         x, activation, bias: as given to the forward pass.
-        fmt, block, column_block, scale_rule, satfinite, outputs, round_first, backend: as there; ``"hp"`` is the
-            gradient in the dtype of ``x``.
+        fmt and all others: as there; ``"hp"`` is the gradient in the dtype of ``x``.
 
     Raises:
         TypeError, ValueError: as :func:`activation_quantize`.
@@ -152,12 +160,13 @@ def activation_quantize_backward(
     """
     op = "activation_quantize_backward"
     casts = _casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
+    made, rotation = _made(casts, hadamard), (hadamard, seed, backend)
     _check_activation(op, x, activation, bias, casts)
     width = x.shape[-1] // (2 if activation == "swiglu" else 1)
     _check_like(op, "dy", dy, x, (*x.shape[:-1], width))
     with torch.no_grad():
-        *parts, dbias = dispatch.resolve(op, backend, x.device)(dy, x, bias, activation=activation, casts=casts)
-    return ActivationGradient(*_wrap(parts, casts), dbias)
+        *parts, dbias = dispatch.resolve(op, backend, x.device)(dy, x, bias, activation=activation, casts=made)
+    return ActivationGradient(*_wrap(parts, casts, *rotation), dbias)
 
 
 def norm_quantize(
@@ -176,6 +185,8 @@ def norm_quantize(
     outputs: Sequence[str] = ("rows", "columns"),
     round_first: bool = False,
     satfinite: bool = False,
+    hadamard: int | None = None,
+    seed: int = 0,
     backend: str = "auto",
 ) -> Normalized:
     """A norm over the last dimension of ``x + residual`` as MX copies, and what its backward pass needs.
@@ -187,7 +198,7 @@ def norm_quantize(
         norm: ``"rms"``, ``"layer"``, or ``"block"``: a root mean square for every ``norm_block`` columns.
         norm_block: 32, 64, 128, 256, 512 or 1024. The last block of a row may be shorter.
         eps: added to the mean square.
-        fmt, block, column_block, scale_rule, outputs, round_first, satfinite: as :func:`activation_quantize`.
+        fmt and all others: as :func:`activation_quantize`.
 
     Raises:
         TypeError, ValueError: as :func:`activation_quantize`; unknown norm or norm block; eps not positive.
@@ -198,6 +209,7 @@ def norm_quantize(
     sums squared deviations from the mean, so that a mean far from zero does not cancel.
     """
     op, casts = "norm_quantize", _casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
+    made, rotation = _made(casts, hadamard), (hadamard, seed, backend)
     _check_norm(op, x, norm, norm_block, casts)
     _check_vector(op, "weight", weight, x)
     _check_vector(op, "bias", bias, x)
@@ -207,9 +219,9 @@ def norm_quantize(
         raise ValueError(f"{op}: eps is {eps}: a row of zeros needs a positive one")
     with torch.no_grad():
         *parts, h, mean, rstd = dispatch.resolve(op, backend, x.device)(
-            x, weight, bias, residual, norm=norm, norm_block=norm_block, eps=float(eps), casts=casts
+            x, weight, bias, residual, norm=norm, norm_block=norm_block, eps=float(eps), casts=made
         )
-    return Normalized(*_wrap(parts, casts), h, mean, rstd)
+    return Normalized(*_wrap(parts, casts, *rotation), h, mean, rstd)
 
 
 def norm_quantize_backward(
@@ -230,6 +242,8 @@ def norm_quantize_backward(
     outputs: Sequence[str] = ("rows", "columns"),
     round_first: bool = False,
     satfinite: bool = False,
+    hadamard: int | None = None,
+    seed: int = 0,
     backend: str = "auto",
 ) -> NormGradient:
     """The gradient of ``h`` under :func:`norm_quantize` (so of ``x`` and of the residual), as MX copies, and those of
@@ -241,7 +255,7 @@ def norm_quantize_backward(
         weight, norm, norm_block: as given to it.
         dh: a gradient that reaches ``h`` on another way, like ``h``; it is added.
         with_bias: whether there was a bias.
-        fmt, block, column_block, scale_rule, satfinite, outputs, round_first, backend: as :func:`activation_quantize`.
+        fmt and all others: as :func:`activation_quantize`.
 
     Raises:
         TypeError, ValueError: as :func:`norm_quantize`; statistics of another shape.
@@ -252,6 +266,7 @@ def norm_quantize_backward(
     """
     op = "norm_quantize_backward"
     casts = _casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
+    made, rotation = _made(casts, hadamard), (hadamard, seed, backend)
     _check_norm(op, h, norm, norm_block, casts)
     _check_like(op, "dy", dy, h, tuple(h.shape))
     _check_vector(op, "weight", weight, h)
@@ -260,9 +275,9 @@ def norm_quantize_backward(
     _check_statistics(op, h, rstd, mean, norm, norm_block)
     with torch.no_grad():
         *parts, dweight, dbias = dispatch.resolve(op, backend, h.device)(
-            dy, h, weight, mean, rstd, dh, norm=norm, norm_block=norm_block, with_bias=with_bias, casts=casts
+            dy, h, weight, mean, rstd, dh, norm=norm, norm_block=norm_block, with_bias=with_bias, casts=made
         )
-    return NormGradient(*_wrap(parts, casts), dweight, dbias)
+    return NormGradient(*_wrap(parts, casts, *rotation), dweight, dbias)
 
 
 def _casts(
@@ -288,12 +303,36 @@ def _casts(
     )
 
 
+def _made(casts: Casts, hadamard: int | None) -> Casts:
+    """What the op is to make for ``casts``: the value itself where columns are to be rotated before their cast."""
+    if hadamard is None:
+        return casts
+    if hadamard not in HADAMARD_SIZES:
+        raise ValueError(f"hadamard is {hadamard!r}: use None or one of {', '.join(map(str, HADAMARD_SIZES))}")
+    if "columns" not in casts.outputs:
+        return casts
+    return replace(casts, outputs=("rows", "hp") if "rows" in casts.outputs else ("hp",))
+
+
 def _wrap(
-    parts: Sequence[torch.Tensor | None], casts: Casts
+    parts: Sequence[torch.Tensor | None], casts: Casts, hadamard: int | None, seed: int, backend: str
 ) -> tuple[MXTensor | None, MXTensor | None, torch.Tensor | None]:
     q, s, t, u, hp = parts
     rows = None if q is None or s is None else MXTensor.trusted(q, s, casts.fmt, -1, casts.block)
-    return rows, None if t is None or u is None else MXTensor.trusted(t, u, casts.fmt, -2, casts.column_block), hp
+    columns = None if t is None or u is None else MXTensor.trusted(t, u, casts.fmt, -2, casts.column_block)
+    if hadamard is not None and hp is not None and "columns" in casts.outputs:
+        rotated = ops.hadamard(hp, -2, hadamard, seed, _there("hadamard", backend, hp.device.type))
+        columns = ops.quantize(
+            rotated, -2, casts.fmt, casts.column_block, casts.scale_rule, satfinite=casts.satfinite,
+            backend=_there("quantize", backend, hp.device.type),
+        )  # fmt: skip
+    return rows, columns, hp if "hp" in casts.outputs else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _there(op: str, backend: str, kind: str) -> str:
+    """``backend`` if it has ``op``, else what ``"auto"`` takes."""
+    return backend if backend != "auto" and dispatch.why_not(op, backend, kind) is None else "auto"
 
 
 def _check_input(op: str, x: torch.Tensor, casts: Casts) -> None:
