@@ -144,9 +144,10 @@ def hadamard(x: torch.Tensor, axis: int = -1, size: int = 32, seed: int = 0, bac
 
     Returns float32 with the extent along ``axis`` padded to a multiple of ``size``. Transform both operands of a
     product over ``axis`` with the same seed: the exact product does not change, outliers spread over ``size`` entries.
+    Gradients flow through the plain-torch reference, which ``backend="auto"`` takes where one is asked for.
 
     Raises:
-        TypeError: ``x`` is not a floating-point tensor of a supported dtype.
+        TypeError: ``x`` is not a floating-point tensor of a supported dtype, or wants a gradient of a kernel.
         ValueError: size or axis not allowed.
 
     **Numerics.** ``(x * signs) @ H / sqrt(size)`` by float32 butterflies in a fixed order; no rounding before the last
@@ -156,6 +157,10 @@ def hadamard(x: torch.Tensor, axis: int = -1, size: int = 32, seed: int = 0, bac
     if size not in (16, 32, 64, 128):
         raise ValueError(f"Hadamard size is {size}: use 16, 32, 64 or 128")
     check_axis(axis, x.ndim, (1, 32))
+    if _wants_grad(x) and backend == "auto":
+        backend = "reference"  # kernels record no gradient
+    elif backend != "reference":
+        _check_no_grad("hadamard", "x", x)
     transformed: torch.Tensor = dispatch.resolve("hadamard", backend, x.device)(x, axis=axis, size=size, seed=seed)
     return transformed
 

@@ -26,6 +26,7 @@ _BOTH = (
     "(Tensor x, str fmt, int[] block, int[] column_block, str scale_rule, bool satfinite, str backend) -> "
     "(Tensor, Tensor, Tensor, Tensor)"
 )
+_HADAMARD = "(Tensor x, int axis, int size, int[] seed, str backend) -> Tensor"
 _GEMM = (
     "(Tensor a, Tensor? a_scale, int[]? a_block, str? a_fmt, Tensor b, Tensor? b_scale, int[]? b_block, str? b_fmt, "
     "Tensor? bias, ScalarType out_dtype, str backend) -> Tensor"
@@ -90,6 +91,19 @@ def _(x, fmt, block, column_block, scale_rule, satfinite, backend):  # type: ign
     return *layout(x.shape, x.device, -1, block), *layout(x.shape, x.device, -2, column_block)
 
 
+@torch.library.custom_op("mxfp8::hadamard", mutates_args=(), schema=_HADAMARD)
+def _hadamard(x: torch.Tensor, axis: int, size: int, seed: list[int], backend: str) -> torch.Tensor:
+    out: torch.Tensor = kernel("hadamard", backend, x.device)(x, axis=axis, size=size, seed=seed[1] << 32 | seed[0])
+    return out
+
+
+@_hadamard.register_fake
+def _(x, axis, size, seed, backend):  # type: ignore[no-untyped-def]
+    shape = list(x.shape)
+    shape[axis] = -(-shape[axis] // size) * size
+    return x.new_empty(shape, dtype=torch.float32)
+
+
 @torch.library.custom_op("mxfp8::gemm", mutates_args=(), schema=_GEMM)
 def _gemm(
     a: torch.Tensor, a_scale: torch.Tensor | None, a_block: list[int] | None, a_fmt: str | None,
@@ -136,6 +150,11 @@ def quantize_both(
     return q.view(fmt.dtype), s, t.view(fmt.dtype), u
 
 
+def hadamard(backend: str, x: torch.Tensor, *, axis: int, size: int, seed: int) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mxfp8.hadamard(x, axis, size, [seed & 0xFFFFFFFF, seed >> 32], backend)
+    return out
+
+
 def gemm(
     backend: str, a: torch.Tensor, a_scale: torch.Tensor | None, a_block: BlockShape | None, b: torch.Tensor,
     b_scale: torch.Tensor | None, b_block: BlockShape | None, *, bias: torch.Tensor | None, out_dtype: torch.dtype,
@@ -152,5 +171,10 @@ def _bytes(x: torch.Tensor) -> tuple[torch.Tensor, str | None]:
     return (x.view(torch.uint8), names[x.dtype]) if x.dtype in names else (x, None)
 
 
-OPERATORS: dict[str, Callable[..., Any]] = {"quantize": quantize, "quantize_both": quantize_both, "gemm": gemm}
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "quantize": quantize,
+    "quantize_both": quantize_both,
+    "hadamard": hadamard,
+    "gemm": gemm,
+}
 """``op -> function(backend, ...)`` for use inside a compiled region."""
