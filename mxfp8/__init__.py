@@ -3,6 +3,7 @@
 from mxfp8 import policies
 from mxfp8.attention import block_attention, generalized_attention, jagged_attention
 from mxfp8.audit import audit, watch
+from mxfp8.coalesce import recoalesce, recoalesce_loss
 from mxfp8.description import describe
 from mxfp8.dispatch import explain, is_available
 from mxfp8.formats import E4M3, E5M2, ElementFormat, Rounding, ScaleRule
@@ -21,7 +22,7 @@ __version__ = "0.1.0"
 __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     # formats and casts
     "E4M3", "E5M2", "ElementFormat", "MXTensor", "RngKey", "Rounding", "ScaleRule", "cat", "hadamard", "quantize",
-    "quantize_both",
+    "quantize_both", "recoalesce", "recoalesce_loss",
     # matrix products and attention
     "block_attention", "gemm", "generalized_attention", "grouped_gemm", "jagged_attention",
     # modules and their recipes

@@ -115,6 +115,22 @@ def test_rows_and_empty_tensors(device: torch.device) -> None:
         assert scale.shape == mxfp8.quantize(torch.randn(shape), block=(1, 128)).scale.shape
 
 
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("block, new_block", [((1, 32), (1, 128)), ((1, 32), (128, 128)), ((32, 32), (128, 128))])
+def test_the_public_name(block, new_block, axis: int, device: torch.device) -> None:
+    """The bits of the reference whatever ``auto`` takes, as a tensor that a product accepts."""
+    q = mxfp8.quantize(torch.randn(96, 300, device=device) * torch.randn(96, 1, device=device).exp(), axis, block=block)
+    got = mxfp8.recoalesce(q, new_block)
+    rc, new_rc = (b if axis == -1 else b[::-1] for b in (block, new_block))
+    want, scale = recoalesce(q.qdata, q.scale_bytes, rc, new_rc, q.fmt)
+    assert (got.block, got.axis, got.fmt) == (new_block, axis, q.fmt)
+    assert torch.equal(got.qdata.view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(got.scale_bytes, scale)
+    assert mxfp8.recoalesce_loss(q, new_block) == recoalesce_loss(q.qdata, q.scale_bytes, rc, new_rc, q.fmt)
+    if axis == -1:
+        assert torch.equal(mxfp8.gemm(got, got), mxfp8.gemm(mxfp8.recoalesce(q, new_block, backend="reference"), got))
+
+
 def test_blocks_that_do_not_fit_are_refused() -> None:
     q = mxfp8.quantize(torch.randn(64, 64))
     for new_block in ((1, 48), (32, 1)):

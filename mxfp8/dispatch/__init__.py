@@ -32,6 +32,7 @@ from mxfp8.reference.gemm import gemm, grouped_gemm
 from mxfp8.reference.hadamard import hadamard
 from mxfp8.reference.optim import adamw, rowwise_adagrad
 from mxfp8.reference.quantize import quantize, quantize_both
+from mxfp8.reference.recoalesce import recoalesce
 
 __all__ = ["BACKENDS", "OPS", "Availability", "chosen", "explain", "is_available", "resolve", "why_not"]
 
@@ -41,6 +42,7 @@ BACKENDS = ("blackwell", "hopper", "triton", "reference")
 OPS = (
     "quantize",
     "quantize_both",
+    "recoalesce",
     "hadamard",
     "gemm",
     "grouped_gemm",
@@ -58,6 +60,7 @@ OPS = (
 _functions: dict[tuple[str, str], Callable[..., Any]] = {
     ("quantize", "reference"): quantize,
     ("quantize_both", "reference"): quantize_both,
+    ("recoalesce", "reference"): recoalesce,
     ("hadamard", "reference"): hadamard,
     ("gemm", "reference"): gemm,
     ("grouped_gemm", "reference"): grouped_gemm,
