@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lower layers first; a module imports 
     ("tensor",),
     ("reference", "observe"),
     ("dispatch",),
-    ("ops", "recipe"),
+    ("ops", "recipe", "coalesce"),
     ("weight_cache", "rules", "modes", "te"),
     ("linear", "attention", "activations", "distributed", "drift", "optim", "fused", "mlp"),
     ("policies",),
