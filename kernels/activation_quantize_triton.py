@@ -20,8 +20,9 @@ import triton.language as tl
 
 from ._device import INTERPRETED, element_codes, encode, to_float32
 from ._launch import Versions, aligned, launch_version, triton_why_not
+from ._parts import in_parts
 from .dequantize_triton import narrow
-from .quantize_triton import Layout, hardware, layout, quantize, readable, scaled_tile, three_dims
+from .quantize_triton import Layout, hardware, layout, readable, scaled_tile, three_dims
 
 __all__ = ["activation_quantize", "activation_quantize_backward", "why_not"]
 
@@ -264,6 +265,7 @@ class Plan:
 
     copies: Copies
     shape: tuple[int, ...]
+    strips: int  # rows of tiles, of all matrices: each has its own sums over columns
     grid: tuple[int, int, int]
     ints: tuple[int, ...]
     constants: dict[str, Any]
@@ -288,7 +290,8 @@ def _plan(
     }  # fmt: skip
     more = () if dy_strides is None else three_dims((*shape[:-1], width), dy_strides)[1]
     ints = (r, width, copies.across.rows_padded if copies.across else 0, *x_strides, *more)
-    return Plan(copies, result, (b * -(-r // bm), -(-width // bk), 1), ints, constants, {"num_warps": warps})
+    strips = b * -(-r // bm)
+    return Plan(copies, result, strips, (strips * -(-width // bk), 1, 1), ints, constants, {"num_warps": warps})
 
 
 def tile(copies: Copies) -> tuple[int, int, int]:
@@ -296,9 +299,12 @@ def tile(copies: Copies) -> tuple[int, int, int]:
     rows, cols = max((b[0] for b in copies.blocks), default=1), max((b[1] for b in copies.blocks), default=1)
     if INTERPRETED:  # a program costs more than its elements
         return max(rows, 64), max(cols, 128), 4
-    bk = max(cols, 64 if copies.across else 128)
-    bm = max(rows, 32 if copies.across else 4096 // bk)
-    return bm, bk, 8 if bm * bk > 4096 else 4
+    bm = max(rows, 32)
+    bk = max(cols, min(64, 8192 // bm) if copies.across else 128)
+    if copies.across is None:
+        bm = max(rows, 4096 // bk)
+    tall = copies.along is not None and copies.along.rc[0] > 1
+    return bm, bk, 4 if copies.across is None and rows == 1 else max(8 if tall else 4, bm * bk // 512)
 
 
 def run(
@@ -311,7 +317,7 @@ def run(
         kernel,
         plan.versions,
         (*(x.dtype for x in pointers), aligned(*pointers)),
-        (plan.grid[0] * plan.grid[1], 1, 1),
+        plan.grid,
         (*pointers, *plan.ints, *floats),
         plan.constants,
         some.device,
@@ -345,36 +351,38 @@ def activation_quantize(
     x: torch.Tensor, bias: torch.Tensor | None, *, activation: str, casts: Any
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe]:
     """Contract in ``mxfp8.reference.fused.activation_quantize``."""
-    return in_turn(lambda c: _forward(x, bias, activation, c), casts)
+    return in_parts(functools.partial(_forward, x, bias, activation), casts, x.dtype)
 
 
 def activation_quantize_backward(
     dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, *, activation: str, casts: Any
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]:
     """Contract in ``mxfp8.reference.fused.activation_quantize_backward``."""
-    return in_turn(lambda c: _backward(dy, x, bias, activation, c), casts)
+    apart = activation != "swiglu" or halves_apart(dy.shape[-1], casts)
+    return in_parts(functools.partial(_backward, dy, x, bias, activation), casts, x.dtype, apart=apart)
 
 
-def _forward(x: torch.Tensor, bias: torch.Tensor | None, activation: str, casts: Any) -> tuple[Any, ...]:
+def _forward(
+    x: torch.Tensor, bias: Maybe, activation: str, casts: Any, first: object = None, dtype: torch.dtype | None = None
+) -> tuple[Any, ...]:
     x, bias = readable(x), None if bias is None else bias.contiguous()
     plan = _plan(x.shape, x.stride(), None, bias is not None, activation, casts, hardware(x.device))
     copies = plan.copies.allocate(x.device)
-    y = torch.empty(plan.shape, dtype=x.dtype, device=x.device) if "hp" in casts.outputs else None
+    y = torch.empty(plan.shape, dtype=dtype or x.dtype, device=x.device) if "hp" in casts.outputs else None
     if x.numel():
         run(_forward_kernel, plan, (x, bias), (y, *copies))
     return *as_elements(copies, casts.fmt, x.numel() == 0), y
 
 
 def _backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: str, casts: Any
-) -> tuple[Any, ...]:
-    if activation == "swiglu" and not halves_apart(dy.shape[-1], casts):
-        return _backward_unaligned(dy, x, bias, activation, casts)
+    dy: torch.Tensor, x: torch.Tensor, bias: Maybe, activation: str, casts: Any, first: object = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     x, dy, bias = readable(x), readable(dy), None if bias is None else bias.contiguous()
     plan = _plan(x.shape, x.stride(), dy.stride(), bias is not None, activation, casts, hardware(x.device))
     copies = plan.copies.allocate(x.device)
-    dx = torch.empty(plan.shape, dtype=x.dtype, device=x.device) if "hp" in casts.outputs else None
-    sums = None if bias is None else x.new_empty((plan.grid[0], x.shape[-1]), dtype=torch.float32)
+    dx = torch.empty(plan.shape, dtype=dtype or x.dtype, device=x.device) if "hp" in casts.outputs else None
+    sums = None if bias is None else x.new_empty((plan.strips, x.shape[-1]), dtype=torch.float32)
     if x.numel():
         run(_backward_kernel, plan, (dy, x, bias), (dx, sums, *copies))
     return *as_elements(copies, casts.fmt, x.numel() == 0), dx, None if sums is None else sums.sum(0)
@@ -384,16 +392,3 @@ def halves_apart(width: int, casts: Any) -> bool:
     """Whether no block of the gradient of swiglu lies in ``gate`` and in ``up``."""
     extents = {"rows": casts.block[1], "columns": casts.column_block[0], "hp": 1}
     return all(width % extents[name] == 0 for name in casts.outputs)
-
-
-def _backward_unaligned(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: str, casts: Any
-) -> tuple[Any, ...]:
-    """The gradient of swiglu where a block would lie in both halves: first in float32, then its copies."""
-    *_, exact, dbias = _backward(dy.float(), x.float(), bias, activation, replace(casts, outputs=("hp",)))
-    hp, out = exact.to(x.dtype), list[Maybe]()
-    cast = {"fmt": casts.fmt, "scale_rule": casts.scale_rule, "rounding": "nearest", "satfinite": casts.satfinite}
-    for name, axis, block in (("rows", -1, casts.block), ("columns", -2, casts.column_block)):
-        value = hp if casts.round_first else exact
-        out += quantize(value, axis=axis, block=block, key=None, **cast) if name in casts.outputs else (None, None)
-    return *out, hp if "hp" in casts.outputs else None, dbias

@@ -16,7 +16,8 @@ import triton.language as tl
 
 from ._device import INTERPRETED, to_float32
 from ._launch import triton_why_not
-from .activation_quantize_triton import Copies, Maybe, Plan, as_elements, in_turn, run, store_copies, store_hp
+from ._parts import in_parts
+from .activation_quantize_triton import Copies, Maybe, Plan, as_elements, run, store_copies, store_hp
 from .dequantize_triton import narrow
 from .quantize_triton import hardware, readable, three_dims
 
@@ -75,12 +76,13 @@ def _forward_kernel(
     x_ptr, r_ptr, w_ptr, bias_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr, q_ptr, s_ptr, t_ptr, u_ptr,
     R, C, R_PAD, x_b, x_r, x_c, r_b, r_r, r_c, eps,
     BM: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ONE: tl.constexpr, LAYER: tl.constexpr,
-    RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, HP: tl.constexpr, ROUND: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, TRB: tl.constexpr,
-    TCB: tl.constexpr, FMT: tl.constexpr, RULE: tl.constexpr, SATFINITE: tl.constexpr, HARDWARE: tl.constexpr,
+    RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr, HP: tl.constexpr,
+    ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr,
+    TRB: tl.constexpr, TCB: tl.constexpr, FMT: tl.constexpr, RULE: tl.constexpr, SATFINITE: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """A strip of ``BM`` rows. ``GROUP``: columns that share a root mean square, 0 for all of a row. ``ONE``: a tile is
-    as wide as a row, and stays in registers."""
+    as wide as a row, and stays in registers. ``GIVEN``: statistics are read, not found and written."""
     strips = tl.cdiv(R, BM)
     b = (tl.program_id(0) // strips).to(tl.int64)
     pm = tl.program_id(0) % strips
@@ -94,7 +96,12 @@ def _forward_kernel(
     if ONE:
         cols = tl.arange(0, BK).to(tl.int64)[None, :]
         whole = load_sum(x_ptr, r_ptr, rows, cols, (rows < R) & (cols < C), x_r, x_c, r_r, r_c, RESIDUAL)
-    if GROUP == 0:
+    if GROUP == 0 and GIVEN:
+        rstd = tl.load(rstd_ptr + at_row, mask=rows < R, other=0.0)
+        mean = mean[:, None]
+        if LAYER:
+            mean = tl.load(mean_ptr + at_row, mask=rows < R, other=0.0)
+    elif GROUP == 0:
         for k in range(steps):
             cols = (k * BK + tl.arange(0, BK)).to(tl.int64)[None, :]
             inside = (rows < R) & (cols < C)
@@ -123,10 +130,14 @@ def _forward_kernel(
             tl.store(h_ptr + at_row * C + cols, narrow(h, x_ptr.dtype.element_ty), mask=inside)
         if GROUP > 0:
             group = k * (BK // GROUP) + tl.arange(0, BK // GROUP)[None, :]
-            size = tl.minimum(tl.maximum(C - group * GROUP, 1), GROUP).to(tl.float32)
-            factor = inverse_root(group_sums(h * h, GROUP) / size, eps)
             groups = tl.cdiv(C, GROUP)
-            tl.store(rstd_ptr + at_row * groups + group, factor, mask=(rows < R) & (group < groups))
+            at, exists = rstd_ptr + at_row * groups + group, (rows < R) & (group < groups)
+            if GIVEN:
+                factor = tl.load(at, mask=exists, other=0.0)
+            else:
+                size = tl.minimum(tl.maximum(C - group * GROUP, 1), GROUP).to(tl.float32)
+                factor = inverse_root(group_sums(h * h, GROUP) / size, eps)
+                tl.store(at, factor, mask=exists)
             y = h * spread(factor, BK)
         elif LAYER:
             y = (h - mean) * rstd
@@ -234,11 +245,13 @@ def tile(copies: Copies, width: int, group: int) -> tuple[int, int, int]:
     if INTERPRETED:  # a program costs more than its elements
         return max(rows, 64), max(cols, 128, group), 4
     if copies.across is None:
-        bk = max(cols, group, min(4096, triton.next_power_of_2(width)))
+        bk = max(cols, group, min(4096 // rows, triton.next_power_of_2(width)))
         bm = max(rows, min(16, 4096 // bk), 1)
     else:
-        bm, bk = max(32, rows), max(64 if rows > 64 else 128, cols, group)
-    return bm, bk, 4 if bm * bk <= 4096 else 8 if bm * bk <= 16384 else 16
+        bm = max(32, rows)
+        bk = max(min(128, 8192 // bm), cols, group)
+    few = copies.across is None and rows == 1  # a sum over rows in few threads takes fewer steps
+    return bm, bk, max(4, min(16, bm * bk // (1024 if few else 512)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -246,13 +259,13 @@ def _plan(
     shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], norm: str, norm_block: int, flags: tuple[bool, ...],
     casts: Any, hardware: bool,
 ) -> Plan:  # fmt: skip
-    """``strides`` of each input with rows; ``flags``: has a residual, a weight, a bias."""
+    """``strides`` of each input with rows; ``flags``: has a residual, a weight, a bias; forward also statistics."""
     copies, group = Copies.of(shape, casts, hardware), group_of(norm, norm_block, shape[-1])
     b, r, c = three_dims(shape, strides[0])[0]
     bm, bk, warps = tile(copies, c, group)
     constants = {
         "BM": bm, "BK": bk, "GROUP": group, "ONE": c <= bk, "LAYER": norm == "layer",
-        "RESIDUAL": flags[0], "WEIGHT": flags[1], "BIAS": flags[2], "HP": "hp" in casts.outputs,
+        **dict(zip(("RESIDUAL", "WEIGHT", "BIAS", "GIVEN"), flags, strict=False)), "HP": "hp" in casts.outputs,
         "ROUND": casts.round_first, **copies.constants,
     }  # fmt: skip
     ints = (
@@ -261,7 +274,8 @@ def _plan(
         copies.across.rows_padded if copies.across else 0,
         *(n for s in strides for n in three_dims(shape, s)[1]),
     )
-    return Plan(copies, shape, (b * -(-r // bm), 1, 1), ints, constants, {"num_warps": warps})
+    strips = b * -(-r // bm)
+    return Plan(copies, shape, strips, (strips, 1, 1), ints, constants, {"num_warps": warps})
 
 
 def statistics(x: torch.Tensor, norm: str, norm_block: int) -> tuple[Maybe, torch.Tensor]:
@@ -283,7 +297,8 @@ def norm_quantize(
     casts: Any,
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe, torch.Tensor, Maybe, torch.Tensor]:
     """Contract in ``mxfp8.reference.fused.norm_quantize``."""
-    return in_turn(lambda c: _forward(x, weight, bias, residual, norm, norm_block, eps, c), casts)
+    compute = functools.partial(_forward, x, weight, bias, residual, norm, norm_block, eps)
+    return in_parts(compute, casts, x.dtype, group_of(norm, norm_block, x.shape[-1]))
 
 
 def norm_quantize_backward(
@@ -300,21 +315,26 @@ def norm_quantize_backward(
     casts: Any,
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]:
     """Contract in ``mxfp8.reference.fused.norm_quantize_backward``."""
-    return in_turn(lambda c: _backward(dy, h, weight, mean, rstd, dh, norm, norm_block, with_bias, c), casts)
+    compute = functools.partial(_backward, dy, h, weight, mean, rstd, dh, norm, norm_block, with_bias)
+    return in_parts(compute, casts, h.dtype, group_of(norm, norm_block, h.shape[-1]))
 
 
 def _forward(
-    x: torch.Tensor, weight: Maybe, bias: Maybe, residual: Maybe, norm: str, norm_block: int, eps: float, casts: Any
-) -> tuple[Any, ...]:
+    x: torch.Tensor, weight: Maybe, bias: Maybe, residual: Maybe, norm: str, norm_block: int, eps: float, casts: Any,
+    first: tuple[Any, ...] | None = None, dtype: torch.dtype | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """With the result of a ``first`` launch its sum and its statistics are used, so that copies agree to the bit."""
+    if first is not None:
+        x, residual = first[5], None
     x, r = readable(x), None if residual is None else readable(residual)
     weight, bias = contiguous(weight), contiguous(bias)
-    flags = (r is not None, weight is not None, bias is not None)
+    flags = (r is not None, weight is not None, bias is not None, first is not None)
     strides = (x.stride(), x.stride() if r is None else r.stride())
     plan = _plan(x.shape, strides, norm, norm_block, flags, casts, hardware(x.device))
     copies = plan.copies.allocate(x.device)
     h = x if r is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if "hp" in casts.outputs else None
-    mean, rstd = statistics(x, norm, norm_block)
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device) if "hp" in casts.outputs else None
+    mean, rstd = statistics(x, norm, norm_block) if first is None else first[6:8]
     if x.numel():
         run(_forward_kernel, plan, (x, r, weight, bias), (h, y, mean, rstd, *copies), eps)
     return *as_elements(copies, casts.fmt, x.numel() == 0), y, h, mean, rstd
@@ -322,7 +342,7 @@ def _forward(
 
 def _backward(
     dy: torch.Tensor, h: torch.Tensor, weight: Maybe, mean: Maybe, rstd: torch.Tensor, dh: Maybe, norm: str,
-    norm_block: int, with_bias: bool, casts: Any,
+    norm_block: int, with_bias: bool, casts: Any, first: object = None, dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     dy, h, dh = readable(dy), readable(h), None if dh is None else readable(dh)
     weight, mean, rstd = contiguous(weight), contiguous(mean), rstd.contiguous()
@@ -330,8 +350,8 @@ def _backward(
     flags = (dh is not None, weight is not None, with_bias)
     plan = _plan(h.shape, strides, norm, norm_block, flags, casts, hardware(h.device))
     copies = plan.copies.allocate(h.device)
-    dx = torch.empty(h.shape, dtype=h.dtype, device=h.device) if "hp" in casts.outputs else None
-    dw, db = (h.new_empty((plan.grid[0], h.shape[-1]), dtype=torch.float32) if f else None for f in flags[1:])
+    dx = torch.empty(h.shape, dtype=dtype or h.dtype, device=h.device) if "hp" in casts.outputs else None
+    dw, db = (h.new_empty((plan.strips, h.shape[-1]), dtype=torch.float32) if f else None for f in flags[1:])
     if h.numel():
         run(_backward_kernel, plan, (dy, h, weight, mean, rstd, dh), (dx, dw, db, *copies))
     sums = (None if part is None else part.sum(0) for part in (dw, db))

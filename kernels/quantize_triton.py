@@ -75,28 +75,18 @@ def _load(x_ptr, b, rows, cols, R, C, x_b, x_r, x_c, WHOLE: tl.constexpr):
     return to_float32(tl.load(where, mask=(rows < R) & (cols < C), other=0.0))
 
 
-@triton.jit(do_not_specialize=["seed_lo", "seed_hi", "step", "stream", "row_offset", "col_offset"])
-def _quantize_kernel(
-    x_ptr, q_ptr, s_ptr, step_ptr, R, C, R_PAD, x_b, x_r, x_c, q_b, q_r, q_c, s_b, s_r, s_c,
-    seed_lo: tl.int64, seed_hi: tl.int64, step: tl.int64, stream: tl.int64, row_offset: tl.int64, col_offset: tl.int64,
-    BM: tl.constexpr, BK: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, FMT: tl.constexpr, RULE: tl.constexpr,
-    SATFINITE: tl.constexpr, ROUNDING: tl.constexpr, HARDWARE: tl.constexpr, WHOLE: tl.constexpr,
+@triton.jit
+def _store_codes(
+    scaled, q_ptr, step_ptr, b, rows, cols, R, C, R_PAD, q_b, q_r, q_c, seed_lo, seed_hi, step, stream, row_offset,
+    col_offset, FMT: tl.constexpr, ROUNDING: tl.constexpr, HARDWARE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One tile ``[BM, BK]``. ``ROUNDING``: 0 nearest, 1 stochastic, 2 stochastic with the step read from memory."""
-    tiles_k = tl.cdiv(C, BK)
-    tiles = tl.cdiv(R, BM) * tiles_k
-    pid = tl.program_id(0)
-    b = (pid // tiles).to(tl.int64)
-    pm, pk = (pid % tiles) // tiles_k, pid % tiles_k
-    rows = (pm * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-    cols = (pk * BK + tl.arange(0, BK)).to(tl.int64)[None, :]
-    x = _load(x_ptr, b, rows, cols, R, C, x_b, x_r, x_c, WHOLE)
-    scaled, byte = scaled_tile(x, RB, CB, FMT, RULE, SATFINITE)
+    """Round scaled values (float32) at these rows and columns, and store their codes."""
     if ROUNDING > 0:
         if ROUNDING == 2:
             step = tl.load(step_ptr).to(tl.uint32)
-        global_rows = (row_offset + b * R + rows).to(tl.uint32) + tl.zeros((BM, BK), tl.uint32)
-        global_cols = (col_offset + cols).to(tl.uint32) + tl.zeros((BM, BK), tl.uint32)
+        zero = tl.zeros(scaled.shape, tl.uint32)
+        global_rows = (row_offset + b * R + rows).to(tl.uint32) + zero
+        global_cols = (col_offset + cols).to(tl.uint32) + zero
         random = random_words(seed_lo, seed_hi, step, stream, global_rows, global_cols)
         scaled = stochastic(scaled, random, FMT)
     codes = encode(scaled, FMT, HARDWARE)
@@ -106,6 +96,48 @@ def _quantize_kernel(
     else:
         # Padding rows are zero, in the last block of a column that is NaN as well.
         tl.store(where, tl.where(rows < R, codes, 0), mask=(rows < R_PAD) & (cols < C))
+
+
+@triton.jit(do_not_specialize=["seed_lo", "seed_hi", "step", "stream", "row_offset", "col_offset"])
+def _quantize_kernel(
+    x_ptr, q_ptr, s_ptr, step_ptr, R, C, R_PAD, x_b, x_r, x_c, q_b, q_r, q_c, s_b, s_r, s_c,
+    seed_lo: tl.int64, seed_hi: tl.int64, step: tl.int64, stream: tl.int64, row_offset: tl.int64, col_offset: tl.int64,
+    BM: tl.constexpr, BK: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, FMT: tl.constexpr, RULE: tl.constexpr,
+    SATFINITE: tl.constexpr, ROUNDING: tl.constexpr, HARDWARE: tl.constexpr, WHOLE: tl.constexpr, STRIP: tl.constexpr,
+):  # fmt: skip
+    """One tile ``[BM, BK]``. ``ROUNDING``: 0 nearest, 1 stochastic, 2 stochastic with the step read from memory.
+    With ``STRIP`` below ``BM`` = ``RB`` it is read twice, that many rows at a time: for maxima, then to be cast."""
+    tiles_k = tl.cdiv(C, BK)
+    tiles = tl.cdiv(R, BM) * tiles_k
+    pid = tl.program_id(0)
+    b = (pid // tiles).to(tl.int64)
+    pm, pk = (pid % tiles) // tiles_k, pid % tiles_k
+    cols = (pk * BK + tl.arange(0, BK)).to(tl.int64)[None, :]
+    if STRIP == BM:
+        rows = (pm * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+        x = _load(x_ptr, b, rows, cols, R, C, x_b, x_r, x_c, WHOLE)
+        scaled, byte = scaled_tile(x, RB, CB, FMT, RULE, SATFINITE)
+        _store_codes(
+            scaled, q_ptr, step_ptr, b, rows, cols, R, C, R_PAD, q_b, q_r, q_c, seed_lo, seed_hi, step, stream,
+            row_offset, col_offset, FMT, ROUNDING, HARDWARE, WHOLE,
+        )  # fmt: skip
+    else:
+        largest = tl.zeros((1, BK // CB), tl.int32)
+        for i in range(BM // STRIP):
+            rows = (pm * BM + i * STRIP + tl.arange(0, STRIP)).to(tl.int64)[:, None]
+            x = _load(x_ptr, b, rows, cols, R, C, x_b, x_r, x_c, WHOLE)
+            bits = tl.reshape(abs_bits(x), (1, STRIP, BK // CB, CB))
+            largest = tl.maximum(largest, tl.max(tl.max(bits, axis=3), axis=1))
+        byte = scale_byte(largest, FMT, RULE, SATFINITE)
+        inverse = inverse_scale(byte)[:, :, None]
+        for i in range(BM // STRIP):
+            rows = (pm * BM + i * STRIP + tl.arange(0, STRIP)).to(tl.int64)[:, None]
+            x = _load(x_ptr, b, rows, cols, R, C, x_b, x_r, x_c, WHOLE)
+            scaled = tl.reshape(tl.reshape(x, (STRIP, BK // CB, CB)) * inverse, (STRIP, BK))
+            _store_codes(
+                scaled, q_ptr, step_ptr, b, rows, cols, R, C, R_PAD, q_b, q_r, q_c, seed_lo, seed_hi, step, stream,
+                row_offset, col_offset, FMT, ROUNDING, HARDWARE, WHOLE,
+            )  # fmt: skip
     _store_scales(s_ptr, byte, b, pm, pk, R, C, s_b, s_r, s_c, BM, BK, RB, CB)
 
 
@@ -237,9 +269,11 @@ def _plan(
     out = layout(shape, axis, block)
     (b, r, c), x_strides = three_dims(shape, strides)
     bm, bk, warps = tile(*out.rc, r, c)
+    # Random words take registers: with them no more than 4096 elements at a time.
+    strip = 4096 // bk if mode and bm == out.rc[0] and bm * bk > 4096 else bm
     constants = {
         "BM": bm, "BK": bk, "RB": out.rc[0], "CB": out.rc[1], "FMT": FMT, "RULE": RULE, "SATFINITE": satfinite,
-        "ROUNDING": mode, "HARDWARE": hardware, "WHOLE": r % bm == 0 and c % bk == 0,
+        "ROUNDING": mode, "HARDWARE": hardware, "WHOLE": r % bm == 0 and c % bk == 0, "STRIP": strip,
     }  # fmt: skip
     ints = (r, c, out.rows_padded, *x_strides, *three(out.qdata_stride), *three(out.scale_stride))
     return Plan((out,), (b * -(-r // bm) * -(-c // bk), 1, 1), ints, constants, {"num_warps": warps})
@@ -265,16 +299,9 @@ def _plan_both(
 
 
 def quantize(
-    x: torch.Tensor,
-    *,
-    axis: int,
-    fmt: Any,
-    block: tuple[int, int],
-    scale_rule: Any,
-    rounding: Any,
-    key: Any,
+    x: torch.Tensor, *, axis: int, fmt: Any, block: tuple[int, int], scale_rule: Any, rounding: Any, key: Any,
     satfinite: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(qdata, scale bytes as uint8)`` of ``x``: the bits of ``mxfp8.reference.quantize``, one pass over memory.
 
     ``qdata`` is contiguous along ``axis``, ``scale`` across it. ``key.step`` may be a tensor on the device of ``x``:
@@ -288,15 +315,9 @@ def quantize(
     if x.numel() == 0:
         return qdata.view(fmt.dtype), scale.zero_()
     launch_version(
-        _quantize_kernel,
-        plan.versions,
-        (x.dtype, x.data_ptr() % 16 == 0),
-        plan.grid,
-        (x, qdata, scale, step_at, *plan.ints, *random),
-        plan.constants,
-        x.device,
-        **plan.options,
-    )
+        _quantize_kernel, plan.versions, (x.dtype, x.data_ptr() % 16 == 0), plan.grid,
+        (x, qdata, scale, step_at, *plan.ints, *random), plan.constants, x.device, **plan.options,
+    )  # fmt: skip
     return qdata.view(fmt.dtype), scale
 
 

@@ -2,18 +2,21 @@
 they spill, and that a transposed store is still one of 16 bytes. The launch plans are the real ones.
 """
 
+import itertools
 import os
 import re
 import subprocess
 from typing import Any
 
 import pytest
+import torch
 
-from mxfp8.formats import get_format, get_scale_rule
+from mxfp8.formats import BLOCK_SHAPES, get_format, get_scale_rule
 from mxfp8.reference.fused import Casts
 
 pytest.importorskip("triton", reason="compiles Triton kernels")
 import triton
+from mxfp8.kernels import _parts
 from mxfp8.kernels import activation_quantize_hopper as activation_hopper
 from mxfp8.kernels import activation_quantize_triton as activation_triton
 from mxfp8.kernels import norm_quantize_hopper as norm_hopper
@@ -117,25 +120,88 @@ def test_norms_for_hopper(norm: str, blocks: Any, backward: bool, tmp_path: Any)
     assert stack <= limit or not COUNTED, f"{registers} registers, {stack} bytes spilled"
 
 
-@pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("outputs", [("hp",), ("rows",), ("rows", "columns")], ids=str)
-def test_the_portable_kernels(arch: int, outputs: tuple[str, ...]) -> None:
-    asked, shape, strides = casts((1, 32), (1, 32), outputs), (ROWS, COLUMNS), (COLUMNS, 1)
-    plans = [
-        (activation_triton._forward_kernel, activation_triton._plan(shape, strides, None, False, "silu", asked, True)),
-        (
+def launches(asked: Casts, group: int) -> list[tuple[Casts, bool]]:
+    """What the portable host functions launch for ``asked``: casts, and whether statistics are given."""
+    seen = []
+
+    def compute(casts: Casts, first: Any = None, dtype: Any = None) -> tuple[Any, ...]:
+        seen.append((casts, first is not None))
+        return (*[None] * 4, torch.empty(0, 64), *[None] * 3)
+
+    _parts.in_parts(compute, asked, torch.bfloat16, group)
+    return seen
+
+
+@pytest.mark.parametrize("group", [1, 32, 256, 1024])
+def test_portable_tiles_fit_registers(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for: 16 elements a thread, or 32 in rows alone, which need no second layout."""
+    monkeypatch.setattr(_parts, "_cast", lambda value, casts: (None,) * 4)
+    names = ("rows", "columns", "hp")
+    for outputs in (c for n in (1, 2, 3) for c in itertools.combinations(names, n)):
+        for block, column_block in itertools.product(BLOCK_SHAPES, BLOCK_SHAPES):
+            for asked, _ in launches(casts(block, column_block, outputs), group):
+                copies = activation_triton.Copies.of((ROWS, COLUMNS), asked, True)
+                each = 32 if copies.across is None and all(rows == 1 for rows, _ in copies.blocks) else 16
+                tiles = [norm_triton.tile(copies, COLUMNS, group)]
+                tiles += [activation_triton.tile(copies)] if group == 1 else []
+                for bm, bk, warps in tiles:
+                    assert bm * bk <= each * 32 * warps, (asked, bm, bk, warps)
+
+
+def portable_plans(asked: Casts, given: bool) -> dict[str, tuple[Any, Any]]:
+    shape, strides, all_three = (ROWS, COLUMNS), (COLUMNS, 1), (True,) * 3
+    halves = (ROWS, 2 * COLUMNS), (2 * COLUMNS, 1)
+    flags = (not given, True, True, given)
+    return {
+        "swiglu backward": (
             activation_triton._backward_kernel,
-            activation_triton._plan(shape, strides, strides, True, "gelu", asked, True),
+            activation_triton._plan(*halves, strides, True, "swiglu", asked, True),
         ),
-        (norm_triton._forward_kernel, norm_triton._plan(shape, (strides,) * 2, "layer", 256, (True,) * 3, asked, True)),
-        (
+        "layer backward": (
             norm_triton._backward_kernel,
-            norm_triton._plan(shape, (strides,) * 3, "block", 256, (True,) * 3, asked, True),
+            norm_triton._plan(shape, (strides,) * 3, "layer", 256, all_three, asked, True),
         ),
-    ]
-    for kernel, plan in plans:
-        ptx = compiled(kernel, plan, gluon=False, arch=arch).asm["ptx"]
-        assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (outputs != ("hp",))
+        "block backward": (
+            norm_triton._backward_kernel,
+            norm_triton._plan(shape, (strides,) * 3, "block", 256, all_three, asked, True),
+        ),
+        "gelu forward": (
+            activation_triton._forward_kernel,
+            activation_triton._plan(shape, strides, None, True, "gelu", asked, True),
+        ),
+        "layer forward": (
+            norm_triton._forward_kernel,
+            norm_triton._plan(shape, (strides,) * 2, "layer", 256, flags, asked, True),
+        ),
+    }
+
+
+EXACT, COARSE, SQUARE = ((1, 32), (1, 32)), ((1, 128), (1, 128)), ((32, 32), (1, 32))
+PORTABLE = [
+    (*EXACT, ("rows", "columns", "hp"), ("swiglu backward", "layer backward", "gelu forward", "layer forward")),
+    (*EXACT, ("columns",), ("block backward",)),
+    (*COARSE, ("rows", "hp"), ("swiglu backward", "layer backward", "block backward")),
+    (*COARSE, ("columns",), ("swiglu backward", "layer backward", "layer forward")),
+    (*SQUARE, ("rows", "columns"), ("swiglu backward", "layer backward")),
+    ((32, 32), (1, 256), ("rows",), ("layer backward", "block backward")),
+    ((32, 32), (1, 256), ("columns",), ("swiglu backward", "layer backward")),
+    (*EXACT, ("hp",), ("gelu forward", "layer forward")),
+]
+"""Blocks, outputs, and the kernels that need most registers with them."""
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("block, column_block, outputs, names", PORTABLE, ids=str)
+def test_the_portable_kernels_do_not_spill(
+    block: Any, column_block: Any, outputs: tuple[str, ...], names: tuple[str, ...], arch: int, tmp_path: Any
+) -> None:
+    asked = casts(block, column_block, outputs)
+    plans = portable_plans(asked, given=outputs == ("columns",))
+    for name in names:
+        made = compiled(*plans[name], gluon=False, arch=arch)
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]) == (outputs != ("hp",))
+        registers, stack = resources(made, tmp_path)
+        assert stack == 0 or not COUNTED, f"{name}: {registers} registers, {stack} bytes spilled"
 
 
 def test_contraction_is_off() -> None:

@@ -137,6 +137,18 @@ def test_every_format_rule_and_rounding(
             assert same(run(backend, "quantize_both", x, **two), reference_both(x, **two)) == []  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("layout", ["tails", "batch", "transposed"])
+@pytest.mark.parametrize("block", [(128, 128), (1, 128), (1, 256)], ids=str)
+def test_stochastic_rounding_of_tall_blocks(kernels: tuple[str, torch.device], block: BlockShape, layout: str) -> None:
+    """Blocks of 128 or 256 rows, which are read twice, a strip at a time."""
+    backend, device = kernels
+    x = LAYOUTS[layout](torch.bfloat16, device)
+    kw = {"fmt": get_format("e4m3"), "block": block, "scale_rule": get_scale_rule("rceil"), "satfinite": False,
+          "rounding": get_rounding("stochastic"), "key": KEY}  # fmt: skip
+    for axis in (-1, -2):
+        assert same(run(backend, "quantize", x, axis=axis, **kw), reference(x, axis=axis, **kw)) == [], axis  # type: ignore[arg-type]
+
+
 def test_every_bfloat16_maximum(kernels: tuple[str, torch.device]) -> None:
     """All 2**16 patterns, each the maximum of a block of its own, under every rule and along both axes."""
     backend, device = kernels
