@@ -269,8 +269,9 @@ def _plan(
     out = layout(shape, axis, block)
     (b, r, c), x_strides = three_dims(shape, strides)
     bm, bk, warps = tile(*out.rc, r, c)
-    # Random words take registers: with them no more than 4096 elements at a time.
-    strip = 4096 // bk if mode and bm == out.rc[0] and bm * bk > 4096 else bm
+    strip, warps = bm, warps if aligned(shape, strides) else 8
+    if mode and bm == out.rc[0] and bm * bk > 4096:  # random words take registers
+        strip, warps = 4096 // bk, bk // 8 if aligned(shape, strides) else 16
     constants = {
         "BM": bm, "BK": bk, "RB": out.rc[0], "CB": out.rc[1], "FMT": FMT, "RULE": RULE, "SATFINITE": satfinite,
         "ROUNDING": mode, "HARDWARE": hardware, "WHOLE": r % bm == 0 and c % bk == 0, "STRIP": strip,
@@ -334,9 +335,10 @@ def quantize_both(
 
     The bits are those of two calls of :func:`quantize`, to nearest.
     """
-    # Two passes where no tile holds a block of both; and for one square block, because Triton 3.6 compiles two stores
-    # of one tensor of codes into wrong bytes (every fourth column).
-    if block[1] * column_block[1] > 128 * 128 or (block == column_block and block[0] == block[1]):
+    # Two passes where no tile holds a block of both, or where elements one by one need registers for their addresses;
+    # and for one square block: Triton 3.6 compiles two stores of its codes into wrong bytes (every fourth column).
+    largest = (128 if aligned(x.shape, x.stride()) else 64) * 128
+    if block[1] * column_block[1] > largest or (block == column_block and block[0] == block[1]):
         nearest = {"fmt": fmt, "scale_rule": scale_rule, "rounding": "nearest", "key": None, "satfinite": satfinite}
         return *quantize(x, axis=-1, block=block, **nearest), *quantize(x, axis=-2, block=column_block, **nearest)
     x = readable(x)
@@ -346,16 +348,15 @@ def quantize_both(
     if x.numel() == 0:
         return q.view(fmt.dtype), s.zero_(), t.view(fmt.dtype), u.zero_()
     launch_version(
-        _both_kernel,
-        plan.versions,
-        (x.dtype, x.data_ptr() % 16 == 0),
-        plan.grid,
-        (x, q, s, t, u, *plan.ints),
-        plan.constants,
-        x.device,
-        **plan.options,
-    )
+        _both_kernel, plan.versions, (x.dtype, x.data_ptr() % 16 == 0), plan.grid, (x, q, s, t, u, *plan.ints),
+        plan.constants, x.device, **plan.options,
+    )  # fmt: skip
     return q.view(fmt.dtype), s, t.view(fmt.dtype), u
+
+
+def aligned(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether Triton knows enough to read and write several elements at a time: it asks for multiples of 16."""
+    return all(n % 16 == 0 for n in (shape[-1], *strides) if n != 1)
 
 
 @functools.cache
