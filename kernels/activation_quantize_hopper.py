@@ -1,8 +1,7 @@
 """Activations that end in MX casts along columns, or both ways, at copy speed on Hopper (Gluon).
 
 As in ``quantize_hopper``, a tile is loaded along rows and changes its layout once, so that every thread ends up with 16
-consecutive rows of two columns. What changes layout is the input where computing its value twice is cheap (relu of a
-16-bit input without a bias), the rounded value where that is what is cast, and else the float32 value.
+consecutive rows of two columns. What changes layout is the value, rounded where that is what is cast, else in float32.
 
 Results without columns, and inputs whose rows are not 16-byte aligned, go to ``activation_quantize_triton``.
 """
@@ -26,7 +25,6 @@ from .activation_quantize_triton import (
     as_elements,
     gradient,
     halves_apart,
-    in_turn,
     run,
 )
 from .quantize_hopper import (
@@ -34,10 +32,13 @@ from .quantize_hopper import (
     codes_of,
     column_layout,
     outer_amax,
+    place,
     row_layout,
     store_bytes,
     store_columns,
+    tiled_grid,
     why_not,
+    widen,
 )
 from .quantize_triton import readable, three_dims
 
@@ -99,21 +100,7 @@ def load_tile(
 def load_row(w_ptr, pk, C, FIRST, BK: gl.constexpr, L: gl.constexpr):
     """``[1, BK]`` of a vector's ``C`` entries from ``FIRST`` on, as float32 in the columns of layout ``L``."""
     cols = pk * BK + gl.arange(0, BK, layout=gl.SliceLayout(0, L))
-    return gl.expand_dims(gl.load(w_ptr + FIRST + cols, mask=cols < C, other=0.0).to(gl.float32), 0)
-
-
-@gluon.jit
-def place(R, C, BM: gl.constexpr, BK: gl.constexpr, DOWN: gl.constexpr):
-    """``(batch, tile row, tile column)`` of this program. Down ``DOWN`` rows of tiles, then right: pieces of columns
-    that lie side by side in memory are written together."""
-    tiles_m = gl.cdiv(R, BM)
-    tiles_k = gl.cdiv(C, BK)
-    pid = gl.program_id(0)
-    at = pid % (tiles_m * tiles_k)
-    first = (at // (DOWN * tiles_k)) * DOWN
-    down = gl.minimum(tiles_m - first, DOWN)
-    pm = first + (at % (DOWN * tiles_k)) % down
-    return (pid // (tiles_m * tiles_k)).to(gl.int64), pm, (at % (DOWN * tiles_k)) // down
+    return gl.expand_dims(widen(gl.load(w_ptr + FIRST + cols, mask=cols < C, other=0.0)), 0)
 
 
 @gluon.jit
@@ -147,16 +134,19 @@ def _forward_kernel(
     BM: gl.constexpr, BK: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, HP: gl.constexpr, ROUND: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, RB: gl.constexpr, CB: gl.constexpr, TRB: gl.constexpr,
     TCB: gl.constexpr, FMT: gl.constexpr, RULE: gl.constexpr, SATFINITE: gl.constexpr, HARDWARE: gl.constexpr,
-    TWICE: gl.constexpr, WHOLE: gl.constexpr, LA: gl.constexpr, LB: gl.constexpr, DOWN: gl.constexpr,
+    WHOLE: gl.constexpr, LA: gl.constexpr, LB: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
-    """One tile ``[BM, BK]`` of the result. ``TWICE``: the value is computed again for the columns, from the input."""
-    b, pm, pk = place(R, C, BM, BK, DOWN)
+    """One tile ``[BM, BK]`` of the result."""
+    b, pm, pk = place(R, BM, BATCHED)
+    if pm * BM >= R:
+        return
     x = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, 0, BM, BK, WHOLE, LA, "")
-    xf = x.to(gl.float32)
+    xf = widen(x)
     if BIAS:
         xf += load_row(bias_ptr, pk, C, 0, BK, LA)
     if ACT == 5:
-        up = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, C, BM, BK, WHOLE, LA, "").to(gl.float32)
+        up = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, C, BM, BK, WHOLE, LA, "")
+        up = widen(up)
         if BIAS:
             up += load_row(bias_ptr, pk, C, C, BK, LA)
         y = activate(xf, 3, HARDWARE) * up
@@ -171,9 +161,7 @@ def _forward_kernel(
         if ROUND:
             y = low.to(gl.float32)
     if ROUND:
-        z = gl.convert_layout(low, LB).to(gl.float32)
-    elif TWICE:
-        z = activate(gl.convert_layout(x, LB).to(gl.float32), ACT, HARDWARE)
+        z = widen(gl.convert_layout(low, LB))
     else:
         z = gl.convert_layout(y, LB)
     store_copies(
@@ -188,21 +176,24 @@ def _backward_kernel(
     BM: gl.constexpr, BK: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, HP: gl.constexpr, ROUND: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, RB: gl.constexpr, CB: gl.constexpr, TRB: gl.constexpr,
     TCB: gl.constexpr, FMT: gl.constexpr, RULE: gl.constexpr, SATFINITE: gl.constexpr, HARDWARE: gl.constexpr,
-    TWICE: gl.constexpr, WHOLE: gl.constexpr, LA: gl.constexpr, LB: gl.constexpr, DOWN: gl.constexpr,
+    WHOLE: gl.constexpr, LA: gl.constexpr, LB: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
     """One tile ``[BM, BK]`` of ``dy``: the tile of ``dx``, or for swiglu two tiles ``C`` columns apart. With ``BIAS``
     the column sums of the tile go to row ``b * tiles + pm`` of ``sum``."""
-    b, pm, pk = place(R, C, BM, BK, DOWN)
-    x = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, 0, BM, BK, WHOLE, LA, "").to(gl.float32)
-    dy = load_tile(dy_ptr + b * dy_b, pm, pk, R, C, dy_r, 0, BM, BK, WHOLE, LA, "").to(gl.float32)
-    if BIAS:
-        x += load_row(bias_ptr, pk, C, 0, BK, LA)
+    b, pm, pk = place(R, BM, BATCHED)
+    if pm * BM >= R:
+        return
     HALVES: gl.constexpr = 2 if ACT == 5 else 1
-    for half in gl.static_range(HALVES):
+    for half in gl.static_range(HALVES):  # each reads its inputs: kept for the other, they would not fit registers
+        x = widen(load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, 0, BM, BK, WHOLE, LA, ""))
+        dy = widen(load_tile(dy_ptr + b * dy_b, pm, pk, R, C, dy_r, 0, BM, BK, WHOLE, LA, ""))
+        if BIAS:
+            x += load_row(bias_ptr, pk, C, 0, BK, LA)
         if ACT != 5:
             dx = gradient(x, dy, ACT, HARDWARE)
         elif half == 0:
-            up = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, C, BM, BK, WHOLE, LA, "").to(gl.float32)
+            up = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, C, BM, BK, WHOLE, LA, "")
+            up = widen(up)
             if BIAS:
                 up += load_row(bias_ptr, pk, C, C, BK, LA)
             dx = gradient(x, dy * up, 3, HARDWARE)
@@ -228,14 +219,18 @@ def _backward_kernel(
         )  # fmt: skip
 
 
-def tile(copies: Copies, tiles: int) -> tuple[int, int, dict[str, int]]:
-    """``(BM, BK, options)`` for a kernel that holds ``tiles`` tiles of float32 values or of input at a time, none if it
-    computes ``TWICE``: as many threads as leave registers for two programs or more on a multiprocessor."""
+def tile(copies: Copies) -> tuple[int, int, dict[str, int]]:
+    """``(BM, BK, options)``: 32 elements a thread."""
     rows, cols = max((b[0] for b in copies.blocks), default=1), max((b[1] for b in copies.blocks), default=1)
     if max(rows, cols) <= 64:
-        return 64, 128, {"num_warps": 8 if tiles else 4}
+        return 64, 128, {"num_warps": 8}
     bm, bk = (256, 64) if rows > 128 else (64, 256) if cols > 128 else (128, 128)
-    return bm, bk, {"num_warps": 16} if tiles > 1 else {"num_warps": 8, "maxnreg": 128}
+    return bm, bk, {"num_warps": 16}
+
+
+def one_tile(casts: Any) -> bool:
+    """Whether a tile holds whole blocks of both directions."""
+    return "rows" not in casts.outputs or casts.block[1] * casts.column_block[1] <= 128 * 128
 
 
 def aligned_rows(strides: tuple[int, ...], width: int) -> bool:
@@ -253,41 +248,34 @@ def _plan(
     width = shape[-1] // (2 if activation == "swiglu" else 1)
     if "columns" not in casts.outputs or 0 in shape or not aligned_rows(strides, width):
         return None
-    if max(shape[-2:]) >= 2**22 or (dy_strides is not None and not aligned_rows(dy_strides, width)):
+    if (
+        max(shape[-2:]) >= 2**22
+        or not one_tile(casts)
+        or (dy_strides is not None and not aligned_rows(dy_strides, width))
+    ):
         return None
     result = (*shape[:-1], width) if dy_strides is None else shape
     copies = Copies.of(result, casts, True)
     (b, r, _), x_strides = three_dims(shape, strides)
     more = () if dy_strides is None else three_dims((*shape[:-1], width), dy_strides)[1]
-    twice = activation == "relu" and not bias and itemsize == 2 and not casts.round_first
-    twice = twice and dy_strides is None
-    bm, bk, options = tile(copies, 0 if twice else 1 + (activation == "swiglu") + (dy_strides is not None))
+    bm, bk, options = tile(copies)
+    if (grid := tiled_grid(b, -(-r // bm), -(-width // bk), 8)) is None:
+        return None
     warps = options["num_warps"]
     constants = {
         "BM": bm, "BK": bk, "ACT": ACTIVATIONS[activation], "BIAS": bias, "HP": "hp" in casts.outputs,
-        "ROUND": casts.round_first, **copies.constants, "TWICE": twice,
+        "ROUND": casts.round_first, **copies.constants,
         "WHOLE": r % bm == 0 and width % bk == 0,
-        "LA": row_layout(bk, itemsize, warps), "LB": column_layout(bm, bk, warps), "DOWN": 8,
+        "LA": row_layout(bk, itemsize, warps), "LB": column_layout(bm, bk, warps), "BATCHED": b > 1,
     }  # fmt: skip
     ints = (r, width, copies.across.rows_padded, *x_strides[:2], *more[:2])
-    return Plan(copies, result, (b * -(-r // bm), -(-width // bk), 1), ints, constants, options)
+    return Plan(copies, result, b * -(-r // bm), grid, ints, constants, options)
 
 
 def activation_quantize(
     x: torch.Tensor, bias: torch.Tensor | None, *, activation: str, casts: Any
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe]:
     """Contract in ``mxfp8.reference.fused.activation_quantize``."""
-    return in_turn(lambda c: _forward(x, bias, activation, c), casts, squares=True)
-
-
-def activation_quantize_backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, *, activation: str, casts: Any
-) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]:
-    """Contract in ``mxfp8.reference.fused.activation_quantize_backward``."""
-    return in_turn(lambda c: _backward(dy, x, bias, activation, c), casts, squares=True)
-
-
-def _forward(x: torch.Tensor, bias: torch.Tensor | None, activation: str, casts: Any) -> tuple[Any, ...]:
     x, bias = readable(x), None if bias is None else bias.contiguous()
     plan = _plan(x.shape, x.stride(), None, x.itemsize, bias is not None, activation, casts)
     if plan is None or x.data_ptr() % 16:
@@ -298,9 +286,10 @@ def _forward(x: torch.Tensor, bias: torch.Tensor | None, activation: str, casts:
     return *as_elements(copies, casts.fmt, False), y
 
 
-def _backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: str, casts: Any
-) -> tuple[Any, ...]:
+def activation_quantize_backward(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, *, activation: str, casts: Any
+) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]:
+    """Contract in ``mxfp8.reference.fused.activation_quantize_backward``."""
     x, dy, bias = readable(x), readable(dy), None if bias is None else bias.contiguous()
     plan = None
     if activation != "swiglu" or halves_apart(dy.shape[-1], casts):
@@ -309,6 +298,6 @@ def _backward(
         return portable.activation_quantize_backward(dy, x, bias, activation=activation, casts=casts)
     copies = plan.copies.allocate(x.device)
     dx = torch.empty(plan.shape, dtype=x.dtype, device=x.device) if "hp" in casts.outputs else None
-    sums = None if bias is None else x.new_empty((plan.grid[0], x.shape[-1]), dtype=torch.float32)
+    sums = None if bias is None else x.new_empty((plan.strips, x.shape[-1]), dtype=torch.float32)
     run(_backward_kernel, plan, (dy, x, bias), (dx, sums, *copies))
     return *as_elements(copies, casts.fmt, False), dx, None if sums is None else sums.sum(0)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -333,18 +332,6 @@ def as_elements(copies: list[Maybe], fmt: Any, clear: bool) -> tuple[Maybe, Mayb
         if scale is not None:
             scale.zero_()
     return None if q is None else q.view(fmt.dtype), s, None if t is None else t.view(fmt.dtype), u
-
-
-def in_turn(compute: Callable[[Any], tuple[Any, ...]], casts: Any, squares: bool = False) -> tuple[Any, ...]:
-    """``compute(casts)``; in two passes where no tile holds whole blocks of both directions, and for one square block
-    unless the kernel can do ``squares``: Triton 3.6 compiles two stores of one tensor of codes into wrong bytes (every
-    fourth column)."""
-    both = {"rows", "columns"} <= set(casts.outputs)
-    square = casts.block == casts.column_block and casts.block[0] == casts.block[1] and not squares
-    if not both or not (square or casts.block[1] * casts.column_block[1] > 128 * 128):
-        return compute(casts)
-    first = compute(replace(casts, outputs=tuple(o for o in casts.outputs if o != "columns")))
-    return *first[:2], *compute(replace(casts, outputs=("columns",)))[2:4], *first[4:]
 
 
 def activation_quantize(

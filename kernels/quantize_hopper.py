@@ -32,6 +32,37 @@ def why_not(kind: str) -> str | None:
 
 
 @gluon.jit
+def place(R, BM: gl.constexpr, BATCHED: gl.constexpr):
+    """``(batch, tile row, tile column)`` of a program of a :func:`tiled_grid`; tile rows may lie past the last."""
+    down = gl.program_id(2)
+    b = gl.program_id(2) * 0
+    if BATCHED:
+        groups = gl.cdiv(gl.cdiv(R, BM), gl.num_programs(0))
+        b = down // groups
+        down = down % groups
+    return b.to(gl.int64), down * gl.num_programs(0) + gl.program_id(0), gl.program_id(1)
+
+
+def tiled_grid(batch: int, tiles_m: int, tiles_k: int, down: int) -> tuple[int, int, int] | None:
+    """Programs that go ``down`` rows of tiles, then right: pieces of columns that lie side by side in memory are
+    written together. None if there are too many."""
+    down = min(down, tiles_m)
+    grid = (down, tiles_k, batch * -(-tiles_m // down))
+    return grid if max(grid[1:]) < 2**16 else None
+
+
+@gluon.jit
+def widen(x):
+    """Exact float32 of a tile. Of two bfloat16 in a register each takes one instruction; a conversion takes three."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
 def block_amax(x, RB: gl.constexpr, CB: gl.constexpr):
     """Absolute maxima, as bits of float32, of a tile's blocks of ``RB`` rows by ``CB`` columns: ``[BM/RB, BK/CB]``."""
     BM: gl.constexpr = x.shape[0]
@@ -118,21 +149,14 @@ def _kernel(
     x_ptr, q_ptr, s_ptr, t_ptr, u_ptr, R, C, R_PAD, x_b, x_r, q_b, s_b, s_r, s_c, t_b, t_c, u_b, u_r, u_c,
     BM: gl.constexpr, BK: gl.constexpr, RB: gl.constexpr, CB: gl.constexpr, TRB: gl.constexpr, TCB: gl.constexpr,
     FMT: gl.constexpr, RULE: gl.constexpr, SATFINITE: gl.constexpr, ROWS: gl.constexpr, WHOLE: gl.constexpr,
-    LA: gl.constexpr, LB: gl.constexpr, GROUP: gl.constexpr,
+    LA: gl.constexpr, LB: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
     """One tile ``[BM, BK]``: ``t, u`` along columns in blocks of (TRB, TCB), and with ``ROWS`` also ``q, s`` along rows
     in blocks of (RB, CB). ``LA`` is the layout for rows, ``LB`` the one for columns. Offsets inside a tile fit 32 bits.
     """
-    tiles_m = gl.cdiv(R, BM)
-    tiles_k = gl.cdiv(C, BK)
-    pid = gl.program_id(0)
-    b = (pid // (tiles_m * tiles_k)).to(gl.int64)
-    # Down GROUP rows of tiles, then right: pieces of columns that lie side by side in memory are written together.
-    at = pid % (tiles_m * tiles_k)
-    first = (at // (GROUP * tiles_k)) * GROUP
-    down = min(tiles_m - first, GROUP)
-    pm = first + (at % (GROUP * tiles_k)) % down
-    pk = (at % (GROUP * tiles_k)) // down
+    b, pm, pk = place(R, BM, BATCHED)
+    if pm * BM >= R:
+        return
     row = pm * BM
     col = pk * BK
     rows = gl.arange(0, BM, layout=gl.SliceLayout(1, LA))
@@ -145,7 +169,7 @@ def _kernel(
         x = gl.load(x_at, mask=inside, other=0.0)
     NESTED: gl.constexpr = ROWS and TRB % RB == 0 and TCB % CB == 0
     if ROWS:
-        xf = x.to(gl.float32)
+        xf = widen(x)
         amax = block_amax(xf, RB, CB)
         byte = scale_byte(amax, FMT, RULE, SATFINITE)
         codes = codes_of(xf, byte, RB, CB, FMT, LA)
@@ -155,7 +179,7 @@ def _kernel(
         else:
             gl.store(q_at, codes, mask=inside)
         store_bytes(s_ptr + b * s_b, byte, pm, pk, R, C, s_r, s_c, BM, BK, RB, CB, WHOLE)
-    yf = gl.convert_layout(x, LB).to(gl.float32)
+    yf = widen(gl.convert_layout(x, LB))
     if NESTED:
         outer = outer_amax(amax, TRB // RB, TCB // CB)
     else:
@@ -167,15 +191,17 @@ def _kernel(
 
 
 def row_layout(bk: int, itemsize: int, warps: int) -> gl.BlockedLayout:
-    """Threads along rows: 16 bytes of input each."""
-    lanes = min(32, bk * itemsize // 16)
-    return gl.BlockedLayout([1, 16 // itemsize], [32 // lanes, lanes], [warps, 1], [1, 0])
+    """Threads along rows: 16 elements each, so that two threads share the scale of a block of 32."""
+    lanes = min(32, bk // 16)
+    return gl.BlockedLayout([1, 16], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 def column_layout(bm: int, bk: int, warps: int) -> gl.BlockedLayout:
-    """Threads along columns: 16 consecutive rows of two columns each, a warp on 64 rows of 16 columns."""
-    wide = min(warps, bk // 16)
-    return gl.BlockedLayout([16, 2], [4, 8], [warps // wide, wide], [0, 1])
+    """Threads along columns: 16 consecutive rows of two columns each, a warp on 64 rows of 16 columns; or of one column
+    where there are so many threads."""
+    each = 2 if bm * bk >= 1024 * warps else 1
+    wide = min(warps, bk // (8 * each))
+    return gl.BlockedLayout([16, each], [4, 8], [warps // wide, wide], [0, 1])
 
 
 def tile(rc: tuple[int, int], column_rc: tuple[int, int], both: bool) -> tuple[int, int, dict[str, int]]:
@@ -188,11 +214,11 @@ def tile(rc: tuple[int, int], column_rc: tuple[int, int], both: bool) -> tuple[i
         return 64, 256, {"num_warps": 8}
     if rows == 128:
         if column_rc[1] > 1:  # tiles of 128x128 along the columns
-            return 128, 128, {"num_warps": 8}
+            return 128, 128, {"num_warps": 16}
         return (128, 128, {"num_warps": 8, "maxnreg": 128}) if both else (128, 64, {"num_warps": 4})
     if not both:
         return 64, 128, {"num_warps": 8}
-    return 64, 128, {"num_warps": 4} if rc == column_rc else {"num_warps": 4, "maxnreg": 96}
+    return 64, 128, {"num_warps": 8} if rc == column_rc else {"num_warps": 4, "maxnreg": 96}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -210,6 +236,8 @@ def _plan(
         return None
     (b, r, c), (x_b, x_r, _) = three_dims(shape, strides)
     bm, bk, options = tile(along.rc, across.rc, block is not None)
+    if (grid := tiled_grid(b, -(-r // bm), -(-c // bk), 2**14 if block is None else 8)) is None:
+        return None
     if itemsize > 2:
         options.pop("maxnreg", None)  # found for two bytes an element; four need more registers
     warps = options["num_warps"]
@@ -217,13 +245,13 @@ def _plan(
         "BM": bm, "BK": bk, "RB": along.rc[0], "CB": along.rc[1], "TRB": across.rc[0], "TCB": across.rc[1], "FMT": FMT,
         "RULE": RULE, "SATFINITE": satfinite, "ROWS": block is not None, "WHOLE": r % bm == 0 and c % bk == 0,
         "LA": row_layout(bk, itemsize, warps), "LB": column_layout(bm, bk, warps),
-        "GROUP": 8 if block is not None else 2**14,
+        "BATCHED": b > 1,
     }  # fmt: skip
     q_b, (s_b, s_r, s_c) = three(along.qdata_stride)[0], three(along.scale_stride)
     (t_b, _, t_c), u = three(across.qdata_stride), three(across.scale_stride)
     ints = (r, c, across.rows_padded, x_b, x_r, q_b, s_b, s_r, s_c, t_b, t_c, *u)
     outputs = (across,) if block is None else (along, across)
-    return Plan(outputs, (b * -(-r // bm) * -(-c // bk), 1, 1), ints, constants, options)
+    return Plan(outputs, grid, ints, constants, options)
 
 
 def _run(x: torch.Tensor, outputs: tuple[torch.Tensor, ...], plan: Plan) -> None:
