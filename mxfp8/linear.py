@@ -174,7 +174,7 @@ class _LinearFunction(torch.autograd.Function):
             dw = plan.gemm("wgrad", dy_wgrad.mT, x_wgrad.mT, ctx.w_dtype)
 
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            db = dy.contiguous().sum(0, dtype=torch.float32).to(ctx.bias_dtype)  # strides change the order
         return dx, dw, db, *(None for _ in ctx.needs_input_grad[3:])
 
 

@@ -271,7 +271,7 @@ class _MLPFunction(torch.autograd.Function):
             grads[5] = fc2.gemm("wgrad", dy_wgrad.mT, a.mT, ctx.dtypes[4])
             del a, dy_wgrad
         if ctx.dtypes[5] is not None and ctx.needs_input_grad[6]:
-            grads[6] = dy.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
+            grads[6] = dy.contiguous().sum(0, dtype=torch.float32).to(ctx.dtypes[5])  # strides change the order
 
         # === dA[M,hidden] = dY @ W2, dH = act'(H + b1) * dA
         if fc2.needs_dgrad:

@@ -395,7 +395,19 @@ def test_only_what_is_asked_for_is_computed(recompute: bool, recipe: str, device
         got = {"x": leaf.grad, **{n: p.grad for n, p in mlp.named_parameters()}}
         assert torch.equal(y, full["y"])
         assert [n for n in names if got[n] is not None] == [n for n in names if n in trained]
-        assert all(torch.equal(got[n], full[n]) for n in trained)
+        apart = differing({n: got[n] for n in trained}, {n: full[n] for n in trained})
+        if device.type == "cuda":  # the kernel for one copy adds rows in another order than the one for two
+            apart = [n for n in apart if n not in SUMS or not same_sum(got[n], full[n])]
+        assert apart == []
+
+
+SUMS = ("norm.weight", "norm.bias", "fc1.bias", "fc2.bias")
+
+
+def same_sum(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Up to one unit of bfloat16, and to float32 rounding of the largest."""
+    got, want = got.float(), want.float()
+    return bool(((got - want).abs() <= want.abs() * 2.0**-7 + want.abs().max() * 2.0**-18).all())
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_coalesced", "mxfp8_square", "mxfp8_robust"])
