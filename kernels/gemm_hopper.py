@@ -115,13 +115,13 @@ SMALL = Tile(consumers=2, rows=1, stages=5, registers=216, spare=40)
 TALL_PAIRS, SMALL_PAIRS = TALL._replace(pair=2), SMALL._replace(pair=2)
 
 # Microseconds of a step of 128 along K, and of the rest of a tile, while all SMs of an H200 are at work: lines through
-# the times at K = 1024 and 8192 (many tiles; 4096**3 and 2048**2 x 65536 agree within 4 %). By kind of factors (for
-# rows; for rows and columns: estimates) and by whether they hold for 256 of K (with pairs of slots: estimates).
+# the times at K = 1024 and 8192 (many tiles). By kind of factors (for rows; for rows and columns) and by whether they
+# hold for 256 of K. TALL with factors for columns was timed at one K only.
 _TIMES = {
-    (1, False): {TALL: (0.61, 1.24), WIDE: (0.85, 1.13), SMALL: (0.474, 0.70)},
-    (1, True): {TALL_PAIRS: (0.585, 1.24), WIDE: (0.85, 1.13), SMALL_PAIRS: (0.46, 0.70)},
-    (2, False): {TALL: (0.80, 1.24), SMALL: (0.58, 0.70)},
-    (2, True): {TALL_PAIRS: (0.70, 1.24), SMALL_PAIRS: (0.52, 0.70)},
+    (1, False): {TALL: (0.584, 1.14), WIDE: (0.76, 1.84), SMALL: (0.436, 0.58)},
+    (1, True): {TALL_PAIRS: (0.549, 1.01), WIDE: (0.76, 1.84), SMALL_PAIRS: (0.406, 0.50)},
+    (2, False): {TALL: (0.80, 1.24), SMALL: (0.594, 0.88)},
+    (2, True): {TALL_PAIRS: (0.631, 1.32), SMALL_PAIRS: (0.473, 0.76)},
 }
 _REDUCE = 4.0, 3.5e6  # of a split along K: microseconds to start the sum, bytes a microsecond
 _MAX_SPLIT = 32
@@ -163,7 +163,7 @@ class Plan:
 
 def make_plan(
     shape: tuple[int, int, int], a_block: Block, b_block: Block, bias: bool, tma: bool, accumulate: bool, sms: int,
-    forced: tuple[Tile, int] | None = None, span: int = 8, groups: int = 0,
+    forced: tuple[Tile, int] | None = None, span: int = 4, groups: int = 0,
 ) -> Plan:  # fmt: skip
     """The plan of a product of ``shape`` = (M, N, K), or of products of ``groups`` of the M rows. ``tma``: the output
     could be stored by TMA. ``span``: how many rows of tiles go together."""
