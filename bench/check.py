@@ -4,7 +4,7 @@ Exit status 1 if any row falls short. A goal without a row is listed as not meas
 """
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -26,10 +26,12 @@ class Target:
     case: str
     baseline: str
     min_ratio: float
+    shape: str = "*"
 
     def covers(self, folder: str, row: Row) -> bool:
         """Whether this goal speaks about a row, found in a folder of bench/results/."""
-        pairs = ((folder, self.folder), (row.bench, self.bench), (row.case, self.case), (row.baseline, self.baseline))
+        pairs = [(folder, self.folder), (row.bench, self.bench), (row.case, self.case), (row.baseline, self.baseline)]
+        pairs.append((row.shape, self.shape))
         return all(fnmatchcase(value, pattern) for value, pattern in pairs)
 
 
@@ -40,9 +42,10 @@ def read_targets(path: Path) -> list[Target]:
         ValueError: if an entry's keys are not Target's fields; names the file and the entry.
     """
     names = {f.name for f in fields(Target)}
+    needed = {f.name for f in fields(Target) if f.default is MISSING}
     entries = tomllib.loads(path.read_text())["target"]
     for i, entry in enumerate(entries, start=1):
-        if set(entry) != names:
+        if not needed <= set(entry) <= names:
             raise ValueError(f"{path}, target {i}: keys must be {sorted(names)}, got {sorted(entry)}")
     return [Target(**entry) for entry in entries]
 
