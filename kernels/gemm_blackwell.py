@@ -24,8 +24,7 @@ from ._device import FORMATS, INTERPRETED, decode, scale_value, to_float32
 from ._gemm_exact import Block, exact, finish
 from ._launch import aligned, launch, triton_why_not
 from .dequantize_triton import narrow
-from .gemm_hopper import _output as output_for
-from .gemm_hopper import small, tma_ready
+from .gemm_hopper import output_for, small, tma_ready
 from .scale_layout import tiled_offset, tiled_size
 
 __all__ = ["gemm", "refused", "tiled_scales", "why_not"]

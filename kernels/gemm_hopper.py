@@ -63,7 +63,7 @@ def gemm(
     added in float32 before the one rounding. The same operands give the same bits every time.
     """
     (M, K), N = a.shape, b.shape[0]
-    out = _output(out, accumulate, (M, N), out_dtype, a.device)
+    out = output_for(out, accumulate, (M, N), out_dtype, a.device)
     if M == 0 or N == 0:
         return out
     if K == 0:
@@ -75,7 +75,7 @@ def gemm(
     return out
 
 
-def _output(
+def output_for(
     out: torch.Tensor | None, accumulate: bool, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     if out is None:
