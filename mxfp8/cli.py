@@ -133,7 +133,8 @@ def _versions() -> dict[str, str]:
 def _print_modes(console: Console, rows: list[modes.RecipeModes], backend: str) -> None:
     """How each recipe multiplies with ``backend``, what the words mean, and what was measured."""
     sizes = [f"{size}x{size}" for size in modes.LAYER_SIZES]
-    cells = [[r.recipe, *(getattr(r, g).value for g in GEMMS), *(r.layer_ratios or [None] * len(sizes))] for r in rows]
+    ratios = [[f"{ratio:.2f}" for ratio in r.layer_ratios] if r.layer_ratios else [None] * len(sizes) for r in rows]
+    cells = [[r.recipe, *(getattr(r, g).value for g in GEMMS), *told] for r, told in zip(rows, ratios, strict=True)]
     measured = any(row.layer_ratios for row in rows)
     caption = (
         f"Right: speed of a layer, forward and backward, relative to BF16 ({modes.LAYER_SOURCE})" if measured else ""
