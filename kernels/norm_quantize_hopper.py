@@ -315,11 +315,11 @@ def _rows_plan(
     lag = min(all_strips, -(-_AHEAD // (programs * bm * bk)))
     if all_strips + lag >= 2**16:
         return None
-    sk, unroll = 256 if itemsize == 2 else 128, 4
+    sk, in_flight = 256 if itemsize == 2 else 128, 4
     constants = {
-        "BM": bm, "BK": bk, "SR": sr, "SK": sk, "UNROLL": unroll, "LAYER": layer, "RESIDUAL": flags[0],
+        "BM": bm, "BK": bk, "SR": sr, "SK": sk, "UNROLL": in_flight, "LAYER": layer, "RESIDUAL": flags[0],
         "WEIGHT": flags[1], "BIAS": flags[2], "HP": "hp" in casts.outputs, "ROUND": casts.round_first,
-        **copies.constants, "WHOLE": r % bm == 0 and c % max(bk, sk * unroll) == 0, "BATCHED": b > 1,
+        **copies.constants, "WHOLE": r % bm == 0 and c % max(bk, sk * in_flight) == 0, "BATCHED": b > 1,
         "KEEP": "evict_last",
         "DROP": "evict_first", "LS": gl.BlockedLayout([1, 16 // itemsize], [1, 32], [warps, 1], [1, 0]),
         "LA": row_layout(bk, itemsize, warps), "LB": column_layout(bm, bk, warps),

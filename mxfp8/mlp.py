@@ -27,12 +27,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from mxfp8 import dispatch, observe
-from mxfp8.dispatch import replays
-from mxfp8.formats import get_format, get_scale_rule
-from mxfp8.linear import MXFP8Linear, Operand, Plan, check_weight, fusible, pack_weights, prepare, unpack_weights
+from mxfp8.linear import MXFP8Linear, Operand, Plan, check_weight, pack_weights, prepare, unpack_weights
+from mxfp8.producers import Names, as_mx, operands, run_op
 from mxfp8.recipe import HP, CastSpec, LinearRecipe, get_recipe
-from mxfp8.reference.fused import ACTIVATIONS, Casts
+from mxfp8.reference.fused import ACTIVATIONS
 from mxfp8.tensor import MXTensor, rounded
 from mxfp8.weight_cache import WeightCache
 
@@ -51,8 +49,6 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 _PLAIN = LinearRecipe(name="bf16", fprop=HP, dgrad=HP, wgrad=HP)  # of a part that a policy left an nn.Linear
 _NO_CACHE = WeightCache()
-_Names = tuple[str, str] | None
-"""GEMM and operand that a copy is for; None if it is not needed."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,8 +68,8 @@ class _MLPPlan:
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, rows: bool, columns: bool
     ) -> tuple[Any, Any, torch.Tensor | None, torch.Tensor | None]:
         """The operands of fc1 in fprop and in wgrad, as far as asked for, then mean and rstd (None without a norm)."""
-        along: _Names = ("fprop", "input") if rows else None
-        down: _Names = ("wgrad", "input") if columns else None
+        along: Names = ("fprop", "input") if rows else None
+        down: Names = ("wgrad", "input") if columns else None
         if self.norm is None:
             if along and down:
                 return *self.fc1.cast_both(x, along, down), None, None
@@ -85,96 +81,25 @@ class _MLPPlan:
             )
         options = {"norm": self.norm, "norm_block": 256, "eps": self.eps}
         tensors = (x, weight, bias, None)
-        n, t, (_, mean, rstd) = _operands(self.fc1, "norm_quantize", tensors, options, along, down)
+        n, t, (_, mean, rstd) = operands(self.fc1, "norm_quantize", tensors, options, along, down)
         return n, t, mean, rstd
 
     def activate(self, h: torch.Tensor, bias: torch.Tensor | None, rows: bool, columns: bool) -> tuple[Any, Any]:
         """The operands of fc2 in fprop and in wgrad, as far as asked for."""
-        along: _Names = ("fprop", "input") if rows else None
-        down: _Names = ("wgrad", "input") if columns else None
+        along: Names = ("fprop", "input") if rows else None
+        down: Names = ("wgrad", "input") if columns else None
         options = {"activation": self.activation}
-        return _operands(self.fc2, "activation_quantize", (h, bias), options, along, down)[:2]
+        return operands(self.fc2, "activation_quantize", (h, bias), options, along, down)[:2]
 
     def activate_backward(
         self, da: torch.Tensor, h: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[Any, Any, torch.Tensor | None]:
         """The gradient of ``h`` as the two backward GEMMs of fc1 multiply it, and the float32 gradient of ``bias``."""
-        along: _Names = ("dgrad", "grad_output") if self.fc1.needs_dgrad else None
-        down: _Names = ("wgrad", "grad_output") if self.fc1.needs_wgrad else None
+        along: Names = ("dgrad", "grad_output") if self.fc1.needs_dgrad else None
+        down: Names = ("wgrad", "grad_output") if self.fc1.needs_wgrad else None
         options, op = {"activation": self.activation}, "activation_quantize_backward"
-        dh, t, (dbias,) = _operands(self.fc1, op, (da, h, bias), options, along, down)
+        dh, t, (dbias,) = operands(self.fc1, op, (da, h, bias), options, along, down)
         return dh, t, dbias
-
-
-def _operands(
-    plan: Plan, op: str, tensors: tuple[torch.Tensor | None, ...], options: dict[str, Any], rows: _Names,
-    columns: _Names,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """What ``op`` computes as the operand ``rows`` (blocks along -1) and as the operand ``columns`` (along -2), each
-    None if not asked for; then what else it returns.
-
-    It makes the casts itself as far as it can: those to nearest, both if they differ in their blocks alone. The others
-    take the value in the input's dtype.
-    """
-    first, second = plan.spec(*rows) if rows else None, plan.spec(*columns) if columns else None
-    if first is not None and not fusible(first, first):
-        first = None
-    if second is not None and not fusible(second if first is None else first, second):
-        second = None
-    needs_hp = (first is None and (rows is not None or second is None)) or (columns is not None and second is None)
-    q, s, t, u, hp, *rest = _run(op, tensors, (first, second, needs_hp), options)
-    a = b = None
-    if rows is not None:
-        a = plan.cast(hp, *rows, -1) if first is None else _mx(q, s, first, -1)
-    if columns is not None:
-        b = plan.cast(hp, *columns, -2) if second is None else _mx(t, u, second, -2)
-    if observe.active() and (first is not None or second is not None):
-        wide = tuple(None if v is None else v.to(torch.float32) for v in tensors)
-        exact = _run(op, wide, (None, None, True), options)[4]
-        if rows is not None and first is not None:
-            plan.watch_cast(*rows, exact, cast(MXTensor, a))
-        if columns is not None and second is not None:
-            plan.watch_cast(*columns, exact, cast(MXTensor, b))
-    return a, b, rest
-
-
-def _mx(q: torch.Tensor, s: torch.Tensor, spec: CastSpec, axis: int) -> MXTensor:
-    return MXTensor.trusted(q, s, get_format(spec.fmt), axis, spec.block)
-
-
-def _run(
-    op: str, tensors: tuple[torch.Tensor | None, ...], casts: tuple[CastSpec | None, CastSpec | None, bool],
-    options: dict[str, Any],
-) -> Any:  # fmt: skip
-    """A fused op with the casts of :func:`_casts`; on a GPU, repeated calls cost the host little."""
-    present = [t for t in tensors if t is not None]
-    known = replays.key(op, present, casts, *(t is None for t in tensors), *options.values())
-    if (made := replays.again(known, *present)) is not None:
-        return made
-    run = dispatch.resolve(op, "auto", present[0].device)
-    return replays.run(known, lambda: run(*tensors, casts=_casts(*casts), **options), present)
-
-
-def _casts(rows: CastSpec | None, columns: CastSpec | None, hp: bool) -> Casts:
-    """What a fused op is to make: MX along rows, along columns (of one format and rule), the value in its dtype."""
-    return (_new_casts if torch.compiler.is_compiling() else _known_casts)(rows, columns, hp)
-
-
-def _new_casts(rows: CastSpec | None, columns: CastSpec | None, hp: bool) -> Casts:
-    spec = rows or columns or CastSpec()
-    made = {"rows": rows is not None, "columns": columns is not None, "hp": hp}
-    return Casts(
-        outputs=tuple(name for name, wanted in made.items() if wanted),
-        round_first=False,
-        fmt=get_format(spec.fmt),
-        block=spec.block if rows is None else rows.block,
-        column_block=spec.block if columns is None else columns.block,
-        scale_rule=get_scale_rule(spec.scale_rule),
-        satfinite=False,
-    )
-
-
-_known_casts = functools.lru_cache(maxsize=256)(_new_casts)
 
 
 class _Saved(NamedTuple):
@@ -210,7 +135,7 @@ def _whole(value: torch.Tensor | None, scale: torch.Tensor | None, spec: CastSpe
     if scale is None:
         return value
     assert spec is not None
-    return _mx(value, scale, spec, -2)
+    return as_mx(value, scale, spec, -2)
 
 
 class _MLPFunction(torch.autograd.Function):
@@ -311,7 +236,7 @@ def _first_dgrad(
     assert saved.x is not None
     tensors = (dn, saved.x, saved.norm_weight, saved.mean, saved.rstd, None)
     options = {"norm": plan.norm, "norm_block": 256, "with_bias": saved.norm_bias is not None}
-    *_, dx, dweight, dbias = _run("norm_quantize_backward", tensors, (None, None, True), options)
+    *_, dx, dweight, dbias = run_op("norm_quantize_backward", tensors, (None, None, True), options)
     sums = zip((dweight, dbias), dtypes, strict=True)
     return [dx, *(None if g is None or kind is None else rounded(g, kind) for g, kind in sums)]
 
