@@ -118,7 +118,7 @@ TALL_PAIRS, SMALL_PAIRS = TALL._replace(pair=2), SMALL._replace(pair=2)
 # the times at K = 1024 and 8192 (many tiles). By kind of factors (for rows; for rows and columns) and by whether they
 # hold for 256 of K. TALL with factors for columns was timed at one K only.
 _TIMES = {
-    (1, False): {TALL: (0.584, 1.14), WIDE: (0.76, 1.84), SMALL: (0.436, 0.58)},
+    (1, False): {TALL: (0.584, 1.14), WIDE: (0.765, 1.84), SMALL: (0.436, 1.15)},
     (1, True): {TALL_PAIRS: (0.549, 1.01), WIDE: (0.76, 1.84), SMALL_PAIRS: (0.406, 0.50)},
     (2, False): {TALL: (0.80, 1.24), SMALL: (0.594, 0.88)},
     (2, True): {TALL_PAIRS: (0.631, 1.32), SMALL_PAIRS: (0.473, 0.76)},
