@@ -7,7 +7,8 @@ from mxfp8.coalesce import recoalesce, recoalesce_loss
 from mxfp8.description import describe
 from mxfp8.dispatch import explain, is_available
 from mxfp8.formats import E4M3, E5M2, ElementFormat, Rounding, ScaleRule
-from mxfp8.linear import MXFP8GroupedLinear, MXFP8Linear
+from mxfp8.grouped import MXFP8GroupedLinear
+from mxfp8.linear import MXFP8Linear
 from mxfp8.mlp import MXFP8MLP
 from mxfp8.ops import gemm, grouped_gemm, hadamard, quantize, quantize_both
 from mxfp8.policy import convert

@@ -22,7 +22,8 @@ from torch import nn
 
 from mxfp8 import metrics, observe, report
 from mxfp8.description import cuda_devices, render
-from mxfp8.linear import MXFP8GroupedLinear, MXFP8Linear
+from mxfp8.grouped import MXFP8GroupedLinear
+from mxfp8.linear import MXFP8Linear
 from mxfp8.policy import AnyPolicy, convert
 from mxfp8.recipe import GEMMS
 from mxfp8.rng import get_step

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mxfp8 import report
-from mxfp8.linear import MXFP8GroupedLinear, MXFP8Linear
+from mxfp8.grouped import MXFP8GroupedLinear
+from mxfp8.linear import MXFP8Linear
 from mxfp8.policy import AnyPolicy, Decision, FilterFn, decide, recorded_reason
 from mxfp8.recipe import LinearRecipe
 from mxfp8.rules import BF16, get_policy

@@ -28,7 +28,8 @@ from torch.optim.optimizer import Optimizer
 
 from mxfp8 import dispatch
 from mxfp8.formats import get_format, get_scale_rule
-from mxfp8.linear import MXFP8GroupedLinear, MXFP8Linear
+from mxfp8.grouped import MXFP8GroupedLinear
+from mxfp8.linear import MXFP8Linear
 from mxfp8.reference.optim import WeightCast
 from mxfp8.tensor import MXTensor
 from mxfp8.weight_cache import Key, WeightCache

@@ -16,7 +16,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from mxfp8.linear import MXFP8GroupedLinear, MXFP8Linear
+from mxfp8.grouped import MXFP8GroupedLinear
+from mxfp8.linear import MXFP8Linear
 from mxfp8.recipe import LinearRecipe, get_recipe
 from mxfp8.rules import BF16, LastLinears, ModuleType, PrecisionPolicy, Rule, Shape, get_policy, name_matches
 

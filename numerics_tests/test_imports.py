@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lower layers first; a module imports 
     ("dispatch",),
     ("ops", "recipe", "coalesce"),
     ("weight_cache", "rules", "modes", "te"),
-    ("linear", "attention", "activations", "distributed", "drift", "optim", "fused", "producers", "mlp"),
+    ("linear", "grouped", "attention", "activations", "distributed", "drift", "optim", "fused", "producers", "mlp"),
     ("policies",),
     ("policy",),
     ("description",),

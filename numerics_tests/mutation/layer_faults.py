@@ -179,7 +179,7 @@ LAYER_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="skip_ignored",
         file="mxfp8/linear.py",
-        old="and not layer.recipe.wgrad.skip",
+        old="and not recipe.wgrad.skip",
         new="",
         test="numerics_tests/test_linear.py::test_skipped_wgrad_leaves_no_gradient",
         why="a skipped wgrad is computed",
@@ -202,7 +202,7 @@ LAYER_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="shared_gradient_offset",
-        file="mxfp8/linear.py",
+        file="mxfp8/grouped.py",
         old='dy_g = plan.cast(dy[start:stop], "wgrad", "grad_output", -2, start)',
         new='dy_g = plan.cast(dy[start:stop], "wgrad", "grad_output", -2)',
         test="numerics_tests/test_grouped.py::test_layer_against_the_composition",
