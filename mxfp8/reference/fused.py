@@ -18,8 +18,10 @@ from mxfp8.reference.quantize import quantize
 __all__ = [
     "ACTIVATIONS",
     "Casts",
+    "activated",
     "activation_quantize",
     "activation_quantize_backward",
+    "copies",
     "group",
     "norm_quantize",
     "norm_quantize_backward",
@@ -59,8 +61,8 @@ def activation_quantize(
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe]:
     """``(qdata, scale)`` along -1, ``(qdata, scale)`` along -2 and the value in the dtype of ``x``; None for what
     ``casts`` does not ask for. Contract in :func:`mxfp8.fused.activation_quantize`."""
-    y = _activated(_widened(x, bias), activation)
-    return _copies(y, x.dtype, casts)
+    y = activated(_widened(x, bias), activation)
+    return copies(y, x.dtype, casts)
 
 
 def activation_quantize_backward(
@@ -75,7 +77,7 @@ def activation_quantize_backward(
     :func:`mxfp8.fused.activation_quantize_backward`."""
     dx = _gradient(_widened(x, bias), dy.to(torch.float32), activation)
     dbias = None if bias is None else dx.reshape(-1, dx.shape[-1]).sum(0)
-    return *_copies(dx, x.dtype, casts), dbias
+    return *copies(dx, x.dtype, casts), dbias
 
 
 def norm_quantize(
@@ -97,7 +99,7 @@ def norm_quantize(
     centred = wide if mean is None else wide - _spread(mean, size, wide)
     rstd = 1.0 / torch.sqrt(_per_group(centred.square(), size) + eps)
     y = _affine(centred * _spread(rstd, size, wide), weight, bias)
-    return *_copies(y, x.dtype, casts), h, mean, rstd
+    return *copies(y, x.dtype, casts), h, mean, rstd
 
 
 def norm_quantize_backward(
@@ -128,14 +130,15 @@ def norm_quantize_backward(
         dx = dx + dh.to(torch.float32)
     dweight = None if weight is None else (grad * normed).reshape(-1, h.shape[-1]).sum(0)
     dbias = grad.reshape(-1, h.shape[-1]).sum(0) if with_bias else None
-    return *_copies(dx, h.dtype, casts), dweight, dbias
+    return *copies(dx, h.dtype, casts), dweight, dbias
 
 
-def _copies(
+def copies(
     y: torch.Tensor,
     dtype: torch.dtype,
     casts: Casts,
 ) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe]:
+    """What ``casts`` makes of float32 ``y``, as :func:`activation_quantize` gives it; ``"hp"`` is in ``dtype``."""
     hp = y.to(dtype)
     value = hp.to(torch.float32) if casts.round_first else y
     out: list[Maybe] = []
@@ -155,8 +158,10 @@ def _widened(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return wide if bias is None else wide + bias.to(torch.float32)
 
 
-def _activated(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """The activation of float32 ``x``; swiglu halves the last dimension."""
+def activated(x: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """The activation of float32 ``x`` (itself for None); swiglu halves the last dimension."""
+    if activation is None:
+        return x
     if activation == "relu":
         return torch.where(x <= 0, 0.0, x)  # NaN stays; every zero is +0
     if activation == "gelu":
@@ -168,7 +173,7 @@ def _activated(x: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "silu":
         return x / (1.0 + torch.exp(-x))
     gate, up = x.chunk(2, -1)
-    return _activated(gate, "silu") * up
+    return activated(gate, "silu") * up
 
 
 def _gradient(x: torch.Tensor, dy: torch.Tensor, activation: str) -> torch.Tensor:
@@ -187,7 +192,7 @@ def _gradient(x: torch.Tensor, dy: torch.Tensor, activation: str) -> torch.Tenso
         s = 1.0 / (1.0 + torch.exp(-x))
         return dy * (s * (1.0 + x * (1.0 - s)))
     gate, up = x.chunk(2, -1)
-    return torch.cat([_gradient(gate, dy * up, "silu"), dy * _activated(gate, "silu")], -1)
+    return torch.cat([_gradient(gate, dy * up, "silu"), dy * activated(gate, "silu")], -1)
 
 
 def group(norm: str, norm_block: int, width: int) -> int:

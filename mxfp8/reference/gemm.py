@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from mxfp8.reference.fused import Casts, Maybe, activated, copies
 from mxfp8.tensor import dequantize, rounded
 
-__all__ = ["gemm", "grouped_gemm"]
+__all__ = ["gemm", "gemm_quantize", "grouped_gemm"]
 
 
 def gemm(
@@ -26,13 +28,45 @@ def gemm(
     *,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
 ) -> torch.Tensor:
-    """``a[M, K] @ b[N, K].T + bias`` for a MX or high-precision ``a`` and ``b``; contract in :func:`mxfp8.gemm`."""
+    """``activation(a[M, K] @ b[N, K].T + bias)`` for a MX or high-precision ``a`` and ``b``; contract in
+    :func:`mxfp8.gemm`."""
     with _full_precision(a.device):
         left, right = _operand(a, a_scale, a_block), _operand(b, b_scale, b_block)
         if bias is None:
-            return rounded(left @ right.mT, out_dtype)
-        return rounded(torch.addmm(bias.to(torch.float32), left, right.mT), out_dtype)
+            sums = left @ right.mT
+        else:
+            sums = torch.addmm(bias.to(torch.float32), left, right.mT)
+    if accumulate and out is not None:
+        return out.add_(sums)
+    result = rounded(activated(sums, activation), out_dtype)
+    return result if out is None else out.copy_(result)
+
+
+def gemm_quantize(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_block: tuple[int, int] | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_block: tuple[int, int] | None,
+    *,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    hp_dtype: torch.dtype,
+    casts: Casts,
+) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe]:
+    """``(qdata, scale)`` along -1 and along -2 of ``activation(h)``, then ``h``, which is the product plus ``bias`` in
+    ``hp_dtype``; None for what ``casts`` does not ask for. Contract in :func:`mxfp8.gemm_quantize`."""
+    with_h = "hp" in casts.outputs
+    h = gemm(
+        a, a_scale, a_block, b, b_scale, b_block, bias=bias, out_dtype=hp_dtype if with_h else torch.float32
+    )  # fmt: skip
+    made = replace(casts, outputs=tuple(name for name in casts.outputs if name != "hp"))
+    return *copies(activated(h.to(torch.float32), activation), hp_dtype, made)[:4], h if with_h else None
 
 
 def grouped_gemm(

@@ -112,18 +112,18 @@ PRODUCT_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="bf16_accumulation",
         file="mxfp8/reference/gemm.py",
-        old="return rounded(left @ right.mT, out_dtype)",
-        new="return rounded((left.bfloat16() @ right.mT.bfloat16()).float(), out_dtype)",
+        old="sums = left @ right.mT",
+        new="sums = (left.bfloat16() @ right.mT.bfloat16()).float()",
         test="numerics_tests/test_gemm.py::test_error_is_within_the_derived_bound",
         why="sums lose 16 bits",
     ),
     Fault(
         name="small_products_dropped",
         file="mxfp8/reference/gemm.py",
-        old="return rounded(left @ right.mT, out_dtype)",
+        old="sums = left @ right.mT",
         new=(
-            "return rounded(sum(((left[:, i : i + 32] @ right[:, i : i + 32].mT) for i in range(0, "
-            "left.shape[1], 32)), left.new_zeros(())).bfloat16().float(), out_dtype)"
+            "sums = sum(((left[:, i : i + 32] @ right[:, i : i + 32].mT) for i in range(0, "
+            "left.shape[1], 32)), left.new_zeros(())).bfloat16().float()"
         ),
         test="numerics_tests/test_gemm.py::test_few_accumulator_bits_would_show",
         why="partial sums are not flushed to float32",
@@ -139,8 +139,8 @@ PRODUCT_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="bias_after_rounding",
         file="mxfp8/reference/gemm.py",
-        old="return rounded(torch.addmm(bias.to(torch.float32), left, right.mT), out_dtype)",
-        new="return rounded(rounded(left @ right.mT, out_dtype) + bias.to(torch.float32), out_dtype)",
+        old="sums = torch.addmm(bias.to(torch.float32), left, right.mT)",
+        new="sums = rounded(left @ right.mT, out_dtype).to(torch.float32) + bias.to(torch.float32)",
         test="numerics_tests/test_gemm.py::test_error_is_within_the_derived_bound",
         why="the output is rounded twice",
     ),
