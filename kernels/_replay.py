@@ -2,7 +2,8 @@
 
 Two calls of an op on tensors of the same dtypes, shapes, strides and alignment differ in nothing but addresses: they
 allocate the same outputs and launch the same compiled kernels with the same integers. :func:`record` runs an op once
-and writes that down; the :class:`Replay` that comes of it does only that, for a third of the host time.
+and writes that down; the :class:`Replay` that comes of it does only that, for a third of the host time. Whatever the op
+makes for its own use lies in one allocation there.
 
 What cannot be repeated so is noticed, and :func:`record` then gives no replay: any operator of torch other than views
 and uninitialised allocations, a kernel that was not launched through :mod:`_launch`, an address inside a tensor.
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,10 +25,11 @@ from triton import knobs
 from . import _launch
 from ._launch import _get_device, _get_stream
 
-__all__ = ["Replay", "record"]
+__all__ = ["Replay", "record", "recording"]
 
 _ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 _MAX_MAPS = 256  # of a TMA argument: one for each address that a caching allocator hands out again and again
+_ALIGNMENT = 512  # bytes, of tensors that share an allocation: what CUDA's caching allocator gives
 
 Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -42,25 +44,21 @@ class Map:
     parameters: tuple[Any, ...]
     made: dict[int, Any] = field(default_factory=dict)
 
-    def at(self, address: int) -> Any:
-        found = self.made.get(address)
-        if found is None:
-            if len(self.made) >= _MAX_MAPS:
-                self.made.clear()
-            found = self.made[address] = self.fill(address, *self.parameters)
-        return found
+    def make(self, address: int) -> Any:
+        """The descriptor of an address that has none yet."""
+        if len(self.made) >= _MAX_MAPS:
+            self.made.clear()
+        made = self.made[address] = self.fill(address, *self.parameters)
+        return made
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One launch: ``run(*grid, stream, *fixed, *arguments)``, where ``pick`` takes the arguments from the addresses of
-    all tensors, then ``maps``, then ``constants``, in this order; ``tail`` are the last arguments."""
+class Launch(NamedTuple):
+    """One launch: ``run(*grid, stream, *fixed, *pick(values), *tail)``, with the values of :class:`Replay`; ``tail``
+    are the last arguments, the same every time."""
 
     run: Callable[..., Any]
     grid: tuple[int, int, int]
     fixed: tuple[Any, ...]
-    maps: tuple[Map, ...]
-    constants: tuple[Any, ...]
     pick: Callable[[Sequence[Any]], tuple[Any, ...]]
     tail: tuple[Any, ...]
 
@@ -69,9 +67,15 @@ class Launch:
 class Replay:
     """The host side of an op for inputs like those it was recorded with.
 
+    Arguments of launches are picked from these values: the addresses of all tensors (inputs, then allocations), the
+    addresses of ``parts``, TMA descriptors, constants.
+
     Attributes:
         index: of the device.
         allocations: size, stride and dtype of each tensor that is made.
+        parts: where inside the last allocation the tensors begin that only the op itself sees.
+        maps: the TMA descriptors.
+        constants: what does not depend on an address.
         launches: in order.
         views: what to make of tensors that are not results as they are: number (inputs first, then allocations), size,
             stride, dtype.
@@ -80,6 +84,9 @@ class Replay:
 
     index: int | None
     allocations: tuple[Allocation, ...]
+    parts: tuple[int, ...]
+    maps: tuple[Map, ...]
+    constants: tuple[Any, ...]
     launches: tuple[Launch, ...]
     views: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     results: Callable[[Sequence[Any]], Any]
@@ -87,19 +94,25 @@ class Replay:
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """What the op gives; None, with nothing done, where only the op itself will do: on another device than the
         current one, or while a profiler watches launches."""
-        if _get_device() != self.index or knobs.runtime.launch_enter_hook.calls:
+        index = self.index
+        if _get_device() != index or knobs.runtime.launch_enter_hook.calls:
             return None
-        tensors = [*inputs, *[_launch.allocate(*a) for a in self.allocations]]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        stream = _get_stream(self.index)
-        for launch in self.launches:
-            values: list[Any] = addresses
-            if launch.maps or launch.constants:
-                values = [*addresses, *[m.at(addresses[m.source]) for m in launch.maps], *launch.constants]
-            launch.run(*launch.grid, stream, *launch.fixed, *launch.pick(values), *launch.tail)
+        allocate = _launch.allocate
+        tensors: list[Any] = [*inputs, *[allocate(*a) for a in self.allocations]]
+        values: list[Any] = [tensor.data_ptr() for tensor in tensors]
+        if self.parts:
+            shared = values[-1]
+            values += [shared + offset for offset in self.parts]
+        if self.maps:
+            values += [m.made.get(values[m.source]) or m.make(values[m.source]) for m in self.maps]
+        values += self.constants
+        stream = _get_stream(index)
+        for run, grid, fixed, pick, tail in self.launches:
+            run(*grid, stream, *fixed, *pick(values), *tail)
         for i, size, stride, dtype in self.views:
             tensors[i] = tensors[i].as_strided(size, stride).view(dtype)
-        return self.results([*tensors, None])
+        tensors.append(None)
+        return self.results(tensors)
 
 
 class _Recorder(TorchDispatchMode):
@@ -132,6 +145,11 @@ class _Recorder(TorchDispatchMode):
         self.count += threading.get_ident() == self._thread
 
 
+def recording() -> bool:
+    """Whether this thread is inside a call that is being recorded."""
+    return _launch.watcher.active is not None
+
+
 def record(op: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> tuple[Any, Replay | None]:
     """``(op(), a replay of it)``, or None in the place of the latter where it cannot be repeated.
 
@@ -158,60 +176,94 @@ def _replay(recorder: _Recorder, results: Sequence[torch.Tensor | None], inputs:
     complete = len(recorder.launches) == recorder.count > 0 and 0 not in where
     if recorder.foreign or not complete or len(where) != len(tensors):
         return None
-    launches = [_repeated(seen, where, len(tensors)) for seen in recorder.launches]
-    allocations: list[Allocation] = [(tuple(t.shape), t.stride(), t.dtype) for t in tensors[inputs:]]
-    taken: list[int] = []
+    sources = [None if r is None else where.get(r.data_ptr(), -1) for r in results]
+    made_of = [(i, r) for i, r in zip(sources, results, strict=True) if i is not None and r is not None]
+    if len({i for i, _ in made_of}) != len(made_of):
+        return None
+    if any(i < 0 or tensors[i].itemsize != r.itemsize for i, r in made_of):
+        return None
+    own = sorted({*range(inputs), *(i for i, _ in made_of)})  # inputs and results have a tensor each
+    forms = {i: _form(tensors[i]) for i in own}
     views = []
-    for result in results:
-        if result is None:
-            taken.append(-1)
-            continue
-        i = where.get(result.data_ptr(), -1)
-        if i < 0 or i in taken or tensors[i].itemsize != result.itemsize:
-            return None
-        taken.append(i)
-        same = tensors[i].shape == result.shape and tensors[i].stride() == result.stride()
-        if same and i >= inputs:
-            allocations[i - inputs] = (tuple(result.shape), result.stride(), result.dtype)
-        elif not same or result.dtype != tensors[i].dtype:
-            views.append((i, tuple(result.shape), result.stride(), result.dtype))
-    if None in launches:
+    for i, result in made_of:
+        if i >= inputs and forms[i][:2] == _form(result)[:2]:
+            forms[i] = _form(result)
+        elif forms[i] != _form(result):
+            views.append((own.index(i), *_form(result)))
+    allocations = [forms[i] for i in own[inputs:]]
+    places = {tensors[i].data_ptr(): place for place, i in enumerate(own)}
+    parts, size = [], 0
+    for i in sorted({*range(len(tensors))} - {*own}):  # all others share one
+        places[tensors[i].data_ptr()] = len(own) + 1 + len(parts)
+        parts.append(size)
+        size += -(-tensors[i].untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+    if parts:
+        allocations.append(((size,), (1,), torch.uint8))
+    arguments = _Arguments(places, len(own) + bool(parts) + len(parts))
+    if not all(arguments.add(seen) for seen in recorder.launches):
         return None
-    done = tuple(launch for launch in launches if launch is not None)
-    return Replay(recorder.launches[0].device_index, tuple(allocations), done, tuple(views), itemgetter(*taken))
+    return Replay(
+        recorder.launches[0].device_index, tuple(allocations), tuple(parts), tuple(arguments.maps),
+        tuple(arguments.constants), arguments.launches(), tuple(views),
+        itemgetter(*(-1 if i is None else own.index(i) for i in sources)),
+    )  # fmt: skip
 
 
-def _repeated(seen: _launch.Seen, where: dict[int, int], count: int) -> Launch | None:
-    """A launch by the places of its arguments, None if one is no known tensor's address or the launcher is unknown."""
-    maps: list[Map] = []
-    plain: list[Any] = []
-    order: list[tuple[str, int]] = []
-    run, metas = seen.direct.run, []
-    if any(hasattr(arg, "block_shape") for arg in seen.args):  # Triton would make descriptors anew at every launch
-        inside = inspect.getclosurevars(run).nonlocals
-        run, metas = inside.get("launcher"), list(inside.get("tensordesc_meta") or ())
-    for arg in seen.args:
-        tensor = arg.base if hasattr(arg, "block_shape") else arg
-        if not isinstance(tensor, torch.Tensor):
-            order.append(("plain", len(plain)))
-            plain.append(arg)
-        elif tensor.data_ptr() not in where:
-            return None
-        elif tensor is arg:
-            order.append(("tensor", where[tensor.data_ptr()]))
-        elif not metas or metas[0] is None or metas[0]["fp4_padded"]:
-            return None
-        else:
-            order.append(("map", len(maps)))
-            maps.append(Map(where[tensor.data_ptr()], *_launch.descriptor(arg, metas.pop(0))))
-            shape = (*arg.shape, *arg.strides)
-            order += [("plain", len(plain) + i) for i in range(len(shape))]
-            plain += shape
-    last = max(i for i, (kind, _) in enumerate(order) if kind != "plain") + 1
-    first = {"tensor": 0, "map": count, "plain": count + len(maps)}
-    if last < 2:  # itemgetter gives a tuple of two or more
-        return None
-    pick = itemgetter(*(first[kind] + i for kind, i in order[:last]))
-    chosen = tuple(plain[i] for kind, i in order[:last] if kind == "plain")
-    tail = (*(plain[i] for _, i in order[last:]), *seen.direct.values)
-    return Launch(run, seen.grid, seen.direct.fixed, tuple(maps), chosen, pick, tail)
+def _form(tensor: torch.Tensor) -> Allocation:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+class _Arguments:
+    """Arguments of launches by their places among the values of a replay. ``places``: of addresses; ``count``: how many
+    values there are before the descriptors."""
+
+    def __init__(self, places: dict[int, int], count: int) -> None:
+        self.places, self.count = places, count
+        self.maps: list[Map] = []
+        self.constants: list[Any] = []
+        self._taken: list[tuple[Callable[..., Any], _launch.Seen, list[tuple[str, int]], tuple[Any, ...]]] = []
+
+    def add(self, seen: _launch.Seen) -> bool:
+        """Take a launch apart. False if an argument is no known tensor's address, or the launcher is unknown."""
+        run, metas = seen.direct.run, []
+        if any(hasattr(arg, "block_shape") for arg in seen.args):  # Triton would make descriptors anew at every launch
+            inside = inspect.getclosurevars(run).nonlocals
+            run, metas = inside.get("launcher"), list(inside.get("tensordesc_meta") or ())
+            if run is None:
+                return False
+        order: list[tuple[str, Any]] = []
+        for arg in seen.args:
+            tensor = arg.base if hasattr(arg, "block_shape") else arg
+            if not isinstance(tensor, torch.Tensor):
+                order.append(("constant", arg))
+                continue
+            place = self.places.get(tensor.data_ptr())
+            if place is None:
+                return False
+            if tensor is arg:
+                order.append(("address", place))
+                continue
+            if not metas or metas[0] is None or metas[0]["fp4_padded"]:
+                return False
+            order.append(("map", len(self.maps)))
+            self.maps.append(Map(place, *_launch.descriptor(arg, metas.pop(0))))
+            order += [("constant", number) for number in (*arg.shape, *arg.strides)]
+        last = max((i for i, (kind, _) in enumerate(order) if kind != "constant"), default=0) + 1
+        if last < 2:  # itemgetter gives a tuple of two or more
+            return False
+        taken = []
+        for kind, value in order[:last]:
+            if kind == "constant":
+                self.constants.append(value)
+                value = len(self.constants) - 1
+            taken.append((kind, value))
+        self._taken.append((run, seen, taken, (*(value for _, value in order[last:]), *seen.direct.values)))
+        return True
+
+    def launches(self) -> tuple[Launch, ...]:
+        """All that were added."""
+        first = {"address": 0, "map": self.count, "constant": self.count + len(self.maps)}
+        return tuple(
+            Launch(run, seen.grid, seen.direct.fixed, itemgetter(*(first[kind] + i for kind, i in taken)), tail)
+            for run, seen, taken, tail in self._taken
+        )

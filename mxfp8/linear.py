@@ -12,9 +12,11 @@ of 16, with the same gradients bit for bit.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,11 +26,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mxfp8 import observe, ops
+from mxfp8.dispatch import replays
 from mxfp8.formats import get_format
 from mxfp8.recipe import CastSpec, LinearRecipe, get_recipe
 from mxfp8.rng import RngKey, get_step, step_tensor
 from mxfp8.tensor import MXTensor, rounded
-from mxfp8.weight_cache import WeightCache, quantize_weight
+from mxfp8.weight_cache import Key, WeightCache, quantize_weights
 
 __all__ = ["MXFP8Linear"]
 
@@ -40,12 +43,25 @@ Operand = MXTensor | torch.Tensor
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """What one call of a layer needs besides tensors. (Without an underscore: what :mod:`mxfp8.mlp` shares.)"""
+    """What one call of a layer needs besides tensors. (Without an underscore: what :mod:`mxfp8.mlp` shares.)
+
+    ``weights``: the copies of the weight that it multiplies. ``number``: the same for all plans whose calls do the same
+    to tensors of the same kind; None if they draw random bits or leave operands in high precision.
+    """
 
     recipe: LinearRecipe
     layer: str
     needs_dgrad: bool
     needs_wgrad: bool
+    weights: tuple[Key, ...]
+    number: int | None
+
+    def key(self, op: str, tensors: tuple[torch.Tensor, ...], *rest: Hashable) -> Hashable:
+        """The key of a whole forward or backward on ``tensors``, see :mod:`mxfp8.dispatch.replays`. None if someone
+        watches what it consists of."""
+        if self.number is None or observe.active():
+            return None
+        return replays.key(op, tensors, self.number, *rest)
 
     def cast(self, x: torch.Tensor, gemm: str, operand: str, axis: int, row_offset: int = 0) -> Operand:
         """Cast ``x`` as the recipe says for this operand of this GEMM; unchanged if it stays in high precision."""
@@ -123,59 +139,88 @@ def _is_rhs(gemm: str, operand: str) -> bool:
 
 class _LinearFunction(torch.autograd.Function):
     """``y = x @ weight.T + bias`` on 2-D ``x``. ``*weights`` are the two quantised weights, flattened: a custom
-    function sees plain tensors only."""
+    function sees plain tensors only.
+
+    On a GPU each pass is replayed as a whole once it has been seen twice: a handful of allocations and launches.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, *weights: torch.Tensor
     ) -> torch.Tensor:
-        recipe = plan.recipe
-        w_fprop, w_dgrad = unpack_weights(plan, weight, weights)
-
-        # === fprop: Y[M,N] = X[M,K] @ W[N,K]^T + bias
-        saves_mx = plan.needs_wgrad and recipe.saves_mx_activations
-        if saves_mx:
-            x_fprop, x_wgrad = plan.cast_both(x, ("fprop", "input"), ("wgrad", "input"))
-        else:
-            x_fprop = plan.cast(x, "fprop", "input", axis=-1)
-        y = plan.gemm("fprop", x_fprop, w_fprop, x.dtype, bias)
+        read = (x, *weights[:2]) if bias is None else (x, *weights[:2], bias)
+        known = plan.key("linear forward", read)
+        made = replays.again(known, *read)
+        if made is None:
+            made = replays.run(known, lambda: _forward(plan, x, weight, bias, weights), read)
+        y, x_wgrad, x_wgrad_scale = made
 
         saved: list[torch.Tensor] = []
         if plan.needs_dgrad:
-            saved += [w_dgrad.qdata, w_dgrad.scale_bytes] if isinstance(w_dgrad, MXTensor) else [w_dgrad]
-        if saves_mx:
-            assert isinstance(x_wgrad, MXTensor)
-            saved += [x_wgrad.qdata, x_wgrad.scale_bytes]
+            saved += [weight] if plan.recipe.dgrad.rhs is None else weights[-2:]
+        if x_wgrad is not None:
+            saved += [x_wgrad, x_wgrad_scale]
         elif plan.needs_wgrad:
             saved += [x]
         ctx.save_for_backward(*saved)
-        ctx.plan, ctx.x_dtype, ctx.w_dtype = plan, x.dtype, weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return y
+        ctx.plan, ctx.dtypes = plan, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
-        recipe, saved = plan.recipe, list(ctx.saved_tensors)
-        dx = dw = db = None
-        dy_dgrad, dy_wgrad = plan.cast_gradient(dy)
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        read = (dy, *saved)
+        known = plan.key("linear backward", read, x_dtype, w_dtype)
+        made = replays.again(known, *read)
+        if made is None:
+            made = replays.run(known, lambda: _backward(plan, dy, saved, x_dtype, w_dtype), read)
+        dx, dw = made
+        db = None
+        if bias_dtype is not None and needed[2]:
+            db = dy.contiguous().sum(0, dtype=torch.float32).to(bias_dtype)  # strides change the order
+        return dx, dw, db, *(None,) * (len(needed) - 3)
 
-        # === dgrad: dX[M,K] = dY[M,N] @ W[N,K]
-        if plan.needs_dgrad:
-            w_dgrad = restore(saved, recipe.dgrad.rhs, -2)
-            dx = plan.gemm("dgrad", dy_dgrad, w_dgrad.mT, ctx.x_dtype)
 
-        # === wgrad: dW[N,K] = dY[M,N]^T @ X[M,K]
-        if plan.needs_wgrad:
-            x_wgrad = restore(saved, recipe.wgrad.rhs if recipe.saves_mx_activations else None, -2)
-            if isinstance(x_wgrad, torch.Tensor):
-                x_wgrad = plan.cast(x_wgrad, "wgrad", "input", axis=-2)
-            dw = plan.gemm("wgrad", dy_wgrad.mT, x_wgrad.mT, ctx.w_dtype)
+def _forward(
+    plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """``y``, then the input as wgrad will multiply it, elements and scales, if it is kept so.
 
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            db = dy.contiguous().sum(0, dtype=torch.float32).to(ctx.bias_dtype)  # strides change the order
-        return dx, dw, db, *(None for _ in ctx.needs_input_grad[3:])
+    === fprop: Y[M,N] = X[M,K] @ W[N,K]^T + bias
+    """
+    w_fprop = weight if plan.recipe.fprop.rhs is None else restore(list(weights[:2]), plan.recipe.fprop.rhs, -1)
+    x_wgrad: Operand | None = None
+    if plan.needs_wgrad and plan.recipe.saves_mx_activations:
+        x_fprop, x_wgrad = plan.cast_both(x, ("fprop", "input"), ("wgrad", "input"))
+    else:
+        x_fprop = plan.cast(x, "fprop", "input", axis=-1)
+    y = plan.gemm("fprop", x_fprop, w_fprop, x.dtype, bias)
+    return (y, x_wgrad.qdata, x_wgrad.scale_bytes) if isinstance(x_wgrad, MXTensor) else (y, None, None)
+
+
+def _backward(
+    plan: Plan, dy: torch.Tensor, saved: tuple[torch.Tensor, ...], x_dtype: torch.dtype, w_dtype: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of ``x`` and of the weight, each None if it is not needed."""
+    recipe, left = plan.recipe, list(saved)
+    dx = dw = None
+    dy_dgrad, dy_wgrad = plan.cast_gradient(dy)
+
+    # === dgrad: dX[M,K] = dY[M,N] @ W[N,K]
+    if plan.needs_dgrad:
+        w_dgrad = restore(left, recipe.dgrad.rhs, -2)
+        dx = plan.gemm("dgrad", dy_dgrad, w_dgrad.mT, x_dtype)
+
+    # === wgrad: dW[N,K] = dY[M,N]^T @ X[M,K]
+    if plan.needs_wgrad:
+        x_wgrad = restore(left, recipe.wgrad.rhs if recipe.saves_mx_activations else None, -2)
+        if isinstance(x_wgrad, torch.Tensor):
+            x_wgrad = plan.cast(x_wgrad, "wgrad", "input", axis=-2)
+        dw = plan.gemm("wgrad", dy_wgrad.mT, x_wgrad.mT, w_dtype)
+    return dx, dw
 
 
 def restore(saved: list[torch.Tensor], spec: CastSpec | None, axis: int) -> Operand:
@@ -187,18 +232,16 @@ def restore(saved: list[torch.Tensor], spec: CastSpec | None, axis: int) -> Oper
 
 def pack_weights(plan: Plan, weight: torch.Tensor, cache: WeightCache) -> list[torch.Tensor]:
     """Quantise the weight for fprop, and for dgrad if a gradient will be asked for; flattened to tensors."""
-    recipe, tensors = plan.recipe, []
-    for gemm, spec, axis, needed in (
-        ("fprop", recipe.fprop.rhs, -1, True),
-        ("dgrad", recipe.dgrad.rhs, -2, plan.needs_dgrad and not _one_copy(recipe, weight)),
-    ):
-        if spec is None or not needed:
-            continue
-        if observe.active():
-            q = quantize_weight(weight, spec, axis)
-            plan.watch_cast(gemm, "weight", weight.detach(), q)
-        else:
-            q = cache.get(weight, spec, axis)
+    if not plan.weights:
+        return []
+    if observe.active():
+        copies = [quantize_weights(weight, (key,))[0] for key in plan.weights]
+        for (_, axis), q in zip(plan.weights, copies, strict=True):
+            plan.watch_cast("fprop" if axis == -1 else "dgrad", "weight", weight.detach(), q)
+    else:
+        copies = cache.get(weight, plan.weights)
+    tensors = []
+    for q in copies:
         tensors += [q.qdata, q.scale_bytes]
     return tensors
 
@@ -206,7 +249,7 @@ def pack_weights(plan: Plan, weight: torch.Tensor, cache: WeightCache) -> list[t
 def _one_copy(recipe: LinearRecipe, weight: torch.Tensor) -> bool:
     """Whether fprop and dgrad read the same bytes. A GPU's tensor cores want their operands contiguous along the axis
     that is summed over, so there a square weight is kept in both orders all the same."""
-    return recipe.shares_weight and weight.device.type != "cuda"
+    return recipe.shares_weight and not weight.is_cuda
 
 
 def unpack_weights(plan: Plan, weight: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> tuple[Operand, Operand]:
@@ -287,12 +330,14 @@ class MXFP8Linear(nn.Linear):
         self._cache.clear()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x = prepare(input, self.weight, self.in_features, self.fqn)
-        plan = layer_plan(self.recipe, self.fqn, self.weight, x)
-        weights = pack_weights(plan, self.weight, self._cache)
-        rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)  # -1 is ambiguous without features
-        y: torch.Tensor = _LinearFunction.apply(rows, self.weight, self.bias, plan, *weights)  # type: ignore[no-untyped-call]
-        return y.view(*x.shape[:-1], self.out_features)
+        weight = self.weight
+        x = prepare(input, weight, self.in_features, self.fqn)
+        plan = layer_plan(self.recipe, self.fqn, weight, x)
+        weights = pack_weights(plan, weight, self._cache)
+        # -1 is ambiguous without features; a view is a node of the graph and costs as much as a launch.
+        rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
+        y: torch.Tensor = _LinearFunction.apply(rows, weight, self.bias, plan, *weights)  # type: ignore[no-untyped-call]
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
@@ -317,22 +362,65 @@ def _rewrap(linear: nn.Linear, cls: type[nn.Linear]) -> Any:
 def layer_plan(recipe: LinearRecipe, fqn: str, weight: torch.Tensor, x: torch.Tensor) -> Plan:
     """The plan of a layer for this input: which gradients will be asked for."""
     grad = torch.is_grad_enabled()
-    needs_wgrad = grad and weight.requires_grad and not recipe.wgrad.skip
-    return Plan(recipe, fqn, grad and x.requires_grad, needs_wgrad)
+    return plan_of(recipe, fqn, weight, grad and x.requires_grad, grad and weight.requires_grad)
+
+
+def plan_of(recipe: LinearRecipe, fqn: str, weight: torch.Tensor, needs_dgrad: bool, weight_grad: bool) -> Plan:
+    """The plan of a layer whose gradients are asked for so; the same object for the same arguments."""
+    if torch.compiler.is_compiling():
+        return _new_plan(recipe, fqn, weight, needs_dgrad, weight_grad, None)
+    key = (id(recipe), fqn, weight.is_cuda, needs_dgrad, weight_grad)  # a plan keeps its recipe alive
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        number = _number(recipe, needs_dgrad, weight_grad) if _repeatable(recipe) else None
+        plan = _plans[key] = _new_plan(recipe, fqn, weight, needs_dgrad, weight_grad, number)
+    return plan
+
+
+_plans: dict[Hashable, Plan] = {}
+_MAX_PLANS = 8192
+_numbers = itertools.count()
+
+
+@functools.lru_cache(maxsize=_MAX_PLANS)
+def _number(recipe: LinearRecipe, needs_dgrad: bool, weight_grad: bool) -> int:
+    return next(_numbers)
+
+
+def _repeatable(recipe: LinearRecipe) -> bool:
+    """Whether every call casts all operands, without random bits."""
+    specs = [side for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad) for side in (gemm.lhs, gemm.rhs)]
+    return all(spec is not None and spec.rounding == "nearest" for spec in specs)
+
+
+def _new_plan(
+    recipe: LinearRecipe, fqn: str, weight: torch.Tensor, needs_dgrad: bool, weight_grad: bool, number: int | None
+) -> Plan:
+    needs_wgrad = weight_grad and not recipe.wgrad.skip
+    weights: tuple[Key, ...] = () if recipe.fprop.rhs is None else ((recipe.fprop.rhs, -1),)
+    if recipe.dgrad.rhs is not None and needs_dgrad and not _one_copy(recipe, weight):
+        weights += ((recipe.dgrad.rhs, -2),)
+    return Plan(recipe, fqn, needs_dgrad, needs_wgrad, weights, number)
 
 
 def prepare(x: torch.Tensor, weight: torch.Tensor, features: int, fqn: str) -> torch.Tensor:
     """Check the input and bring it to the autocast dtype, if autocast is on."""
-    where = f"layer {fqn!r}" if fqn else "MXFP8Linear"
     if x.ndim == 0 or x.shape[-1] != features:
-        raise ValueError(f"{where}: input has shape {tuple(x.shape)}, its last dimension must be {features}")
+        raise ValueError(f"{_named(fqn)}: input has shape {tuple(x.shape)}, its last dimension must be {features}")
     kind = x.device.type
-    if kind != "meta" and x.is_floating_point() and torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.is_floating_point():
         x = x.to(torch.get_autocast_dtype(kind))
     if x.dtype not in _INPUT_DTYPES:
-        raise TypeError(f"{where}: input is {x.dtype}, use float32, bfloat16 or float16")
-    check_weight(weight, x, where)
+        raise TypeError(f"{_named(fqn)}: input is {x.dtype}, use float32, bfloat16 or float16")
+    if weight.dtype not in _INPUT_DTYPES or weight.is_meta:
+        check_weight(weight, x, _named(fqn))
     return x
+
+
+def _named(fqn: str) -> str:
+    return f"layer {fqn!r}" if fqn else "MXFP8Linear"
 
 
 def check_weight(weight: torch.Tensor, x: torch.Tensor, where: str) -> None:

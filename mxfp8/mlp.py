@@ -27,7 +27,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from mxfp8.linear import MXFP8Linear, Operand, Plan, check_weight, pack_weights, prepare, unpack_weights
+from mxfp8.linear import MXFP8Linear, Operand, Plan, check_weight, pack_weights, plan_of, prepare, unpack_weights
 from mxfp8.producers import Names, as_mx, operands, run_op
 from mxfp8.recipe import HP, CastSpec, LinearRecipe, get_recipe
 from mxfp8.reference.fused import ACTIVATIONS
@@ -378,28 +378,28 @@ class MXFP8MLP(nn.Module):
         plan = self._plan(x, norm_weight, norm_bias)
         first = pack_weights(plan.fc1, fc1.weight, getattr(fc1, "_cache", _NO_CACHE))
         second = pack_weights(plan.fc2, fc2.weight, getattr(fc2, "_cache", _NO_CACHE))
-        rows = x.reshape(math.prod(x.shape[:-1]), fc1.in_features)
+        rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), fc1.in_features)
         y = _MLPFunction.apply(  # type: ignore[no-untyped-call]
             rows, norm_weight, norm_bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, plan, len(first), *first, *second
         )
-        return cast(torch.Tensor, y.view(*x.shape[:-1], fc2.out_features))
+        return cast(torch.Tensor, y if x.ndim == 2 else y.view(*x.shape[:-1], fc2.out_features))
 
     def _plan(self, x: torch.Tensor, norm_weight: torch.Tensor | None, norm_bias: torch.Tensor | None) -> _MLPPlan:
         """What has to be computed, from what requires a gradient."""
         fc1, fc2, grad = self.fc1, self.fc2, torch.is_grad_enabled()
         recipe1, recipe2 = getattr(fc1, "recipe", _PLAIN), getattr(fc2, "recipe", _PLAIN)
         dgrad1 = grad and any(t is not None and t.requires_grad for t in (x, norm_weight, norm_bias))
-        wgrad1 = grad and fc1.weight.requires_grad and not recipe1.wgrad.skip
-        wgrad2 = grad and fc2.weight.requires_grad and not recipe2.wgrad.skip
-        dgrad2 = dgrad1 or wgrad1 or (grad and fc1.bias is not None and fc1.bias.requires_grad)
+        name1, name2 = getattr(fc1, "fqn", "fc1"), getattr(fc2, "fqn", "fc2")
+        plan1 = plan_of(recipe1, name1, fc1.weight, dgrad1, grad and fc1.weight.requires_grad)
+        dgrad2 = dgrad1 or plan1.needs_wgrad or (grad and fc1.bias is not None and fc1.bias.requires_grad)
         norm, eps = None, 0.0
         if self.norm is not None:
             norm = "layer" if isinstance(self.norm, nn.LayerNorm) else "rms"
             found = cast(nn.LayerNorm, self.norm).eps
             eps = torch.finfo(torch.float32).eps if found is None else found  # as nn.RMSNorm
         return _MLPPlan(
-            fc1=Plan(recipe1, getattr(fc1, "fqn", "fc1"), dgrad1, wgrad1),
-            fc2=Plan(recipe2, getattr(fc2, "fqn", "fc2"), dgrad2, wgrad2),
+            fc1=plan1,
+            fc2=plan_of(recipe2, name2, fc2.weight, dgrad2, grad and fc2.weight.requires_grad),
             norm=norm,
             eps=eps,
             activation=self.activation,

@@ -15,15 +15,20 @@ from mxfp8.recipe import CastSpec
 from mxfp8.rng import get_step
 from mxfp8.tensor import MXTensor
 
-__all__ = ["Key", "WeightCache", "quantize_weight"]
+__all__ = ["Key", "WeightCache", "quantize_weights"]
 
 Key = tuple[CastSpec, int]
 """Which copy of a weight: the cast and the axis."""
 
 
-def quantize_weight(weight: torch.Tensor, spec: CastSpec, axis: int) -> MXTensor:
-    """Cast ``weight`` from its own (master) precision, not from a copy narrowed by autocast."""
-    return ops.quantize(weight.detach(), axis, spec.fmt, spec.block, spec.scale_rule)
+def quantize_weights(weight: torch.Tensor, keys: tuple[Key, ...]) -> list[MXTensor]:
+    """Copies of ``weight`` from its own (master) precision, not from a copy narrowed by autocast; in one pass if they
+    are two along both axes that differ in nothing but their blocks."""
+    if len(keys) == 2:
+        (rows, first), (columns, second) = keys
+        if (first, second) == (-1, -2) and (rows.fmt, rows.scale_rule) == (columns.fmt, columns.scale_rule):
+            return list(ops.quantize_both(weight, rows.fmt, rows.block, columns.block, rows.scale_rule))
+    return [ops.quantize(weight, axis, spec.fmt, spec.block, spec.scale_rule) for spec, axis in keys]
 
 
 class WeightCache:
@@ -45,28 +50,42 @@ class WeightCache:
 
     def clear(self) -> None:
         """Forget every copy."""
-        self._copies: dict[Key, MXTensor] = {}
-        self._used: dict[Key, None] = {}
+        self._put: dict[Key, MXTensor] = {}
+        self._asked: list[tuple[tuple[Key, ...], list[MXTensor]]] = []
         self._was_put = False
         self._weight: weakref.ref[torch.Tensor] | None = None
         self._state: tuple[Any, ...] = ()
         self._snapshot: torch.Tensor | None = None
 
-    def get(self, weight: torch.Tensor, spec: CastSpec, axis: int) -> MXTensor:
-        """``weight`` quantised by ``spec`` along ``axis``: a cached copy if it is provably current."""
+    @property
+    def _copies(self) -> dict[Key, MXTensor]:
+        asked = {key: q for keys, copies in self._asked for key, q in zip(keys, copies, strict=True)}
+        return {**self._put, **asked}
+
+    def get(self, weight: torch.Tensor, keys: tuple[Key, ...]) -> list[MXTensor]:
+        """``weight`` quantised by each of ``keys``: cached copies if they are provably current."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not _has_version(weight):
-            return quantize_weight(weight, spec, axis)
+            return quantize_weights(weight, keys)
         if not self._is_current(weight):
             self._restart(weight, was_put=False)
-        if (spec, axis) not in self._copies:
-            self._copies[spec, axis] = quantize_weight(weight, spec, axis)
-        self._used[spec, axis] = None
-        return self._copies[spec, axis]
+        for known, copies in self._asked:
+            if known is keys:  # a plan's, which is the same object in every call: to hash it takes as long as a launch
+                return copies
+        found = self._copies
+        missing = tuple(key for key in keys if key not in found) if found else keys
+        copies = quantize_weights(weight, missing)
+        if found:
+            found.update(zip(missing, copies, strict=True))
+            copies = [found[key] for key in keys]
+        self._asked.append((keys, copies))
+        return copies
 
     def used(self, weight: torch.Tensor) -> tuple[Key, ...]:
         """The ``(spec, axis)`` that were asked for since the weight last changed: what its next value is likely to be
         asked for, and an optimiser may :meth:`put`."""
-        return tuple(self._used) if self._weight is not None and self._weight() is weight else ()
+        if self._weight is None or self._weight() is not weight:
+            return ()
+        return tuple(dict.fromkeys(key for keys, _ in self._asked for key in keys))
 
     def put(self, weight: torch.Tensor, copies: Mapping[Key, MXTensor]) -> None:
         """Take ``copies`` of ``weight`` as it is now, in place of all others.
@@ -77,7 +96,7 @@ class WeightCache:
         self.clear()
         if _has_version(weight):
             self._restart(weight, was_put=True)
-            self._copies.update(copies)
+            self._put.update(copies)
 
     def _restart(self, weight: torch.Tensor, *, was_put: bool) -> None:
         self.clear()

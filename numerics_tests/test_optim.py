@@ -499,4 +499,4 @@ def test_the_spy_sees_what_a_plain_optimiser_costs(casts: list, device: torch.de
     optimizer.step()
     backward(model, 1)
     assert len(casts) == 2 * first
-    assert weight_cache.quantize_weight is not None
+    assert weight_cache.quantize_weights is not None

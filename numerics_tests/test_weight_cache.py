@@ -20,13 +20,13 @@ recipes = pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[CastSpec, int]]:
     """Every cast of a weight, as (spec, axis)."""
     seen: list[tuple[CastSpec, int]] = []
-    real = weight_cache.quantize_weight
+    real = weight_cache.quantize_weights
 
-    def counted(weight: torch.Tensor, spec: CastSpec, axis: int) -> mxfp8.MXTensor:
-        seen.append((spec, axis))
-        return real(weight, spec, axis)
+    def counted(weight: torch.Tensor, keys: tuple[weight_cache.Key, ...]) -> list[mxfp8.MXTensor]:
+        seen.extend(keys)
+        return real(weight, keys)
 
-    monkeypatch.setattr(weight_cache, "quantize_weight", counted)
+    monkeypatch.setattr(weight_cache, "quantize_weights", counted)
     return seen
 
 

@@ -3,6 +3,9 @@
 A call is known by its ``key``: dtype, shape, strides, device and alignment of every tensor, and all other arguments.
 The first call with a key does nothing special (shapes of jagged batches may never come back), the second is recorded
 (:mod:`mxfp8.kernels._replay`), later ones are replayed. What can be replayed has passed every check of the op.
+
+An op may be made of others: a layer's whole forward is one call, with all its casts and products. While it is recorded
+they run as they are; where it cannot be replayed, they are, one by one.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def again(key: Hashable, *inputs: torch.Tensor) -> Any:
 
 def run(key: Hashable, op: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> Any:
     """``op()``, recorded if it is the second call with this key. ``inputs``: all tensors that it reads. A key that is
-    None is never recorded."""
+    None is never recorded, and neither is a part of a call that is."""
     if key is None or inputs[0].device.type not in _RECORDED or not _has_triton():
         return op()
     if key not in _seen:
@@ -62,8 +65,11 @@ def run(key: Hashable, op: Callable[[], Any], inputs: Sequence[torch.Tensor]) ->
             _replays.clear()
         _seen[key] = True
     elif _seen[key] and len({x.data_ptr() for x in inputs}) == len(inputs):  # else whose address is it?
+        recorder = importlib.import_module("mxfp8.kernels._replay")
+        if recorder.recording():
+            return op()
         _seen[key] = False
-        out, replay = importlib.import_module("mxfp8.kernels._replay").record(op, inputs)
+        out, replay = recorder.record(op, inputs)
         if replay is not None:
             _replays[key] = replay
         return out
