@@ -22,12 +22,28 @@ def why_not(kind: str) -> str | None:
 
 
 @triton.jit
-def _butterflies(v, SIZE: tl.constexpr, H: tl.constexpr):
+def _butterfly(v, SIZE: tl.constexpr, H: tl.constexpr):
     """Sums and differences of entries that lie ``H`` apart, in runs of ``SIZE``: ``v`` is ``[N, SIZE]``."""
     N: tl.constexpr = v.shape[0]
     pairs = tl.permute(tl.reshape(v, (N, SIZE // (2 * H), 2, H)), (0, 1, 3, 2))
     a, b = tl.split(pairs)
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (N, SIZE))
+
+
+@triton.jit
+def butterflies(v, SIZE: tl.constexpr):
+    """Each row of ``v[N, SIZE]`` times the Hadamard matrix, by sums in a fixed order."""
+    v = _butterfly(v, SIZE, 1)
+    v = _butterfly(v, SIZE, 2)
+    v = _butterfly(v, SIZE, 4)
+    v = _butterfly(v, SIZE, 8)
+    if SIZE > 16:
+        v = _butterfly(v, SIZE, 16)
+    if SIZE > 32:
+        v = _butterfly(v, SIZE, 32)
+    if SIZE > 64:
+        v = _butterfly(v, SIZE, 64)
+    return v
 
 
 @triton.jit(do_not_specialize=["seed_lo", "seed_hi"])
@@ -48,16 +64,7 @@ def _kernel(
     zero = tl.zeros((1, SIZE), tl.uint32)
     words = random_words(seed_lo, seed_hi, zero, zero, zero, column)
     v = tl.reshape(x, (BN * BL // SIZE, SIZE)) * (1.0 - 2.0 * (words >> 31).to(tl.float32))
-    v = _butterflies(v, SIZE, 1)
-    v = _butterflies(v, SIZE, 2)
-    v = _butterflies(v, SIZE, 4)
-    v = _butterflies(v, SIZE, 8)
-    if SIZE > 16:
-        v = _butterflies(v, SIZE, 16)
-    if SIZE > 32:
-        v = _butterflies(v, SIZE, 32)
-    if SIZE > 64:
-        v = _butterflies(v, SIZE, 64)
+    v = butterflies(v, SIZE)
     y = tl.reshape(v * FACTOR, (BN, BL))
     tl.store(y_ptr + b * y_b + n * y_n + at * y_l, y, mask=(n < ACROSS) & (at < PADDED))
 

@@ -310,7 +310,7 @@ def quantize(
     """
     x = readable(x)
     FMT, RULE = element_codes(fmt, scale_rule)
-    mode, step_at, random = _random(key if rounding == "stochastic" else None, x)
+    mode, step_at, random = random_of(key if rounding == "stochastic" else None, x)
     plan = _plan(x.shape, x.stride(), axis, block, FMT, RULE, satfinite, mode, hardware(x.device))
     qdata, scale = plan.outputs[0].allocate(x.device)
     if x.numel() == 0:
@@ -383,7 +383,7 @@ def tile(rb: int, cb: int, r: int, c: int) -> tuple[int, int, int]:
     return bm, bk, 8 if bm * bk > 4096 else 4
 
 
-def _random(key: Any, x: torch.Tensor) -> tuple[int, torch.Tensor, tuple[int, int, int, int, int, int]]:
+def random_of(key: Any, x: torch.Tensor) -> tuple[int, torch.Tensor, tuple[int, int, int, int, int, int]]:
     """``(ROUNDING, where the step lies, (seed low, high, step, stream, row and column offset))`` of a key or None."""
     if key is None:
         return 0, x, (0, 0, 0, 0, 0, 0)

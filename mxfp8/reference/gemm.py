@@ -34,8 +34,8 @@ def gemm(
 ) -> torch.Tensor:
     """``activation(a[M, K] @ b[N, K].T + bias)`` for a MX or high-precision ``a`` and ``b``; contract in
     :func:`mxfp8.gemm`."""
-    with _full_precision(a.device):
-        left, right = _operand(a, a_scale, a_block), _operand(b, b_scale, b_block)
+    with full_precision(a.device):
+        left, right = operand(a, a_scale, a_block), operand(b, b_scale, b_block)
         if bias is None:
             sums = left @ right.mT
         else:
@@ -81,8 +81,8 @@ def grouped_gemm(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Rows of group ``g`` of ``a[M, K]`` times ``b[g, N, K].T``; contract in :func:`mxfp8.grouped_gemm`."""
-    with _full_precision(a.device):
-        left, right = _operand(a, a_scale, a_block), _operand(b, b_scale, b_block)
+    with full_precision(a.device):
+        left, right = operand(a, a_scale, a_block), operand(b, b_scale, b_block)
         out = left.new_zeros(left.shape[0], right.shape[1])
         start = 0
         for g, stop in enumerate(offs.tolist()):
@@ -91,14 +91,14 @@ def grouped_gemm(
         return rounded(out, out_dtype)
 
 
-def _operand(x: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int] | None) -> torch.Tensor:
+def operand(x: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int] | None) -> torch.Tensor:
     if scale is None or block is None:
         return x.to(torch.float32)
     return dequantize(x, scale, block)
 
 
 @contextlib.contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
+def full_precision(device: torch.device) -> Iterator[None]:
     """Products in true float32: no autocast, no TF32 or bfloat16 passes, whatever the user's global setting.
 
     A compiled graph cannot change that setting, but MX operands lose nothing to it: their few significant bits are
