@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ._device import scale_value
+from ._device import scale_value, to_float32
 from ._launch import aligned, launch
+from .activation_quantize_triton import ACTIVATIONS, activate
 from .dequantize_triton import FORMAT_CODES, decoded, narrow
 from .quantize_triton import hardware
 
@@ -24,9 +25,12 @@ Operand = tuple[torch.Tensor, torch.Tensor | None, Block | None]
 """Elements, scale bytes, (rows, columns) of a block; or a tensor in high precision and None twice."""
 
 
-def exact(a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool) -> None:
-    """``out = (out +) a[M, K] @ b[N, K].T + bias`` with exact products, in bfloat16, or in float32 where an operand is
-    float16 or float32, which bfloat16 does not hold.
+def exact(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool,
+    activation: str | None = None,
+) -> None:  # fmt: skip
+    """``out = (out +) activation(a[M, K] @ b[N, K].T + bias)`` with exact products, in bfloat16, or in float32 where an
+    operand is float16 or float32, which bfloat16 does not hold.
 
     **Numerics.** An element times its scale is exact in bfloat16 from 2**-126 on and below in multiples of 2**-133, to
     which it is rounded. So a product may lose what one side has in bytes near 0, even if the other has bytes near 254.
@@ -40,14 +44,14 @@ def exact(a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor, 
     matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = "ieee", False
     try:
         with torch.autocast(out.device.type, enabled=False):
-            if bias is None and not accumulate and out.dtype in (dtype, torch.float32):
+            if bias is None and activation is None and not accumulate and out.dtype in (dtype, torch.float32):
                 _mm(left, right, out)
                 return
             sums = torch.empty((1, *out.shape), dtype=torch.float32, device=out.device)
             _mm(left, right, sums[0])
     finally:
         matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = saved
-    finish(sums, bias, out, accumulate)
+    finish(sums, bias, out, accumulate, activation)
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
@@ -138,21 +142,27 @@ def _expand_kernel(
         _expand(pid - tiles_a, side, B_FMT, B_RB, B_CB, B_WHOLE, BM, BK, HARDWARE)
 
 
-def finish(sums: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool) -> None:
-    """``out = (out +) sum(sums[parts, M, N]) + bias``, parts in order, in float32, rounded once."""
+def finish(
+    sums: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool, activation: str | None = None
+) -> None:
+    """``out = (out +) activation(sum(sums[parts, M, N]) + bias)``, parts in order, in float32, rounded once."""
     parts, M, N = sums.shape
     bias = None if bias is None else bias.contiguous()
     constants = {"PARTS": parts, "BIAS": bias is not None, "ADD": accumulate, "BLOCK": 1024}
+    constants["ACT"] = -1 if activation is None else ACTIVATIONS[activation]
+    constants["HARDWARE"] = hardware(out.device)
     key = (*constants.values(), M * N, N, out.dtype, aligned(sums, out))
     key += (None,) if bias is None else (bias.dtype, aligned(bias))
     args = (sums, bias, out, M * N, N)
-    launch(_finish_kernel, key, (-(-M * N // 1024), 1, 1), args, constants, out.device, num_warps=4)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    launch(_finish_kernel, key, (-(-M * N // 1024), 1, 1), args, constants, out.device, **options)
 
 
 @triton.jit
 def _finish_kernel(
     sums_ptr, bias_ptr, out_ptr, size, N,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Sum of ``PARTS`` float32 arrays of ``size`` = M * N entries; bias ``[N]``; ``ADD`` to what ``out`` holds."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -162,7 +172,9 @@ def _finish_kernel(
         sums_ptr += size
         total += tl.load(sums_ptr + at, mask=mask)
     if BIAS:
-        total += tl.load(bias_ptr + at % N, mask=mask).to(tl.float32)
+        total += to_float32(tl.load(bias_ptr + at % N, mask=mask))
+    if ACT >= 0:
+        total = activate(total, ACT, HARDWARE)
     if ADD:
         total += tl.load(out_ptr + at, mask=mask)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + at, narrow(total, out_ptr.dtype.element_ty), mask=mask)

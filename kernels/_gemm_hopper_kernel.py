@@ -27,6 +27,7 @@ sum is exactly 0); below, it is 0. Byte 255 makes it NaN.
 
 from __future__ import annotations
 
+from ._gemm_hopper_epilogue import store
 from ._gluon import gl, gluon, hopper
 
 if hasattr(hopper, "tma"):
@@ -199,55 +200,10 @@ def _scale(
 
 
 @gluon.jit
-def _biased(acc, bias_ptr, col, N):
-    """``acc`` plus its columns of the bias, in float32. One load a thread: in the layout of ``acc`` it would be 32,
-    whose offsets the compiler keeps in registers all through the main loop."""
-    by_thread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    columns = col + gl.arange(0, 128, layout=by_thread)
-    bias = gl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(gl.float32)
-    return acc + gl.convert_layout(bias, gl.SliceLayout(0, acc.type.layout))[None, :]
-
-
-@gluon.jit
-def _write(acc, output, row, end, col, part, M, N, BIAS: gl.constexpr):
-    """Bias, one rounding and the store of a tile from registers; what lies past the last row or column is dropped."""
-    _, out_ptr, ldc, bias_ptr = output
-    rows = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
-    cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    if BIAS:
-        acc = _biased(acc, bias_ptr, col, N)
-    corner = out_ptr + (part.to(gl.int64) * M + row) * ldc + col
-    mask = (rows < end - row)[:, None] & (cols < N - col)[None, :]
-    gl.store(corner + rows.to(gl.int64)[:, None] * ldc + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
-def _store(
-    acc, c_buf, output, row, end, col, part, M, N,
-    BIAS: gl.constexpr, TMA_STORE: gl.constexpr, PENDING: gl.constexpr, GROUPED: gl.constexpr,
-):  # fmt: skip
-    """As :func:`_write`, through shared memory where the output allows TMA, which drops what lies past the output, but
-    not past a group. ``PENDING`` earlier stores of other buffers may still be running."""
-    if TMA_STORE:
-        if GROUPED and row + 64 > end:
-            _write(acc, output, row, end, col, part, M, N, BIAS)
-        else:
-            c_desc, _, _, bias_ptr = output
-            if BIAS:
-                acc = _biased(acc, bias_ptr, col, N)
-            tma.store_wait(PENDING)
-            c_buf.store(acc.to(c_desc.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(c_desc, [row, col], c_buf)
-    else:
-        _write(acc, output, row, end, col, part, M, N, BIAS)
-
-
-@gluon.jit
 def _consume(
     data, WHO: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr,
-    PAIR: gl.constexpr, MIXED: gl.constexpr, BIAS: gl.constexpr, TMA_STORE: gl.constexpr, PARTS: gl.constexpr,
-    GROUPED: gl.constexpr,
+    PAIR: gl.constexpr, MIXED: gl.constexpr, TMA_STORE: gl.constexpr, PARTS: gl.constexpr,
+    GROUPED: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup ``WHO``: rows ``64 * ROWS * WHO`` and following of every tile."""
     a_bufs, b_bufs, c_bufs, f_bufs, g_bufs, t_bufs, full, empty, output, shape = data
@@ -322,9 +278,9 @@ def _consume(
                 mbarrier.arrive(empty.index(here))
                 acc1 += p * f[:, None]
         row += WHO * 64 * ROWS
-        _store(acc0, c_bufs.index(A0), output, row, end, col, part, M, N, BIAS, TMA_STORE, PENDING, GROUPED)
+        store(acc0, c_bufs.index(A0), output, row, end, col, part, M, N, TMA_STORE, PENDING, GROUPED, HOW)
         if ROWS == 2:
-            _store(acc1, c_bufs.index(A1), output, row + 64, end, col, part, M, N, BIAS, TMA_STORE, PENDING, GROUPED)
+            store(acc1, c_bufs.index(A1), output, row + 64, end, col, part, M, N, TMA_STORE, PENDING, GROUPED, HOW)
         if GROUPED and first >= last:  # a tile of zeros had no loop to find the next one in
             place = _place(after, shape, 64 * SUBS, PAIR, PARTS, GROUPED)
     if TMA_STORE:
@@ -334,10 +290,11 @@ def _consume(
 @gluon.jit(do_not_specialize=["sa_r", "sa_c", "sb_g", "sb_r", "sb_c", "M", "N", "K", "SPAN", "SPLIT", "G"])
 def coalesced_kernel(
     a_desc, b_desc, c_desc, out_ptr, ldc, bias_ptr, sa_ptr, sa_r, sa_c, sb_ptr, sb_g, sb_r, sb_c,
-    M, N, K, SPAN, SPLIT, G, table_ptr,
+    M, N, K, SPAN, SPLIT, G, table_ptr, q_ptr, s_ptr,
     CONSUMERS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, SPARE: gl.constexpr,
     SIDES: gl.constexpr, PAIR: gl.constexpr, A_R: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr,
-    MIXED: gl.constexpr, BIAS: gl.constexpr, TMA_STORE: gl.constexpr, PARTS: gl.constexpr, GROUPED: gl.constexpr,
+    MIXED: gl.constexpr, TMA_STORE: gl.constexpr, PARTS: gl.constexpr, GROUPED: gl.constexpr,
+    HOW: gl.constexpr,
 ):  # fmt: skip
     """``out[M, N] = a[M, K] @ b[N, K].T``, or ``SPLIT`` partial sums of it over parts of K, each ``[M, N]``, in turn.
 
@@ -348,7 +305,9 @@ def coalesced_kernel(
     = 2 needs ``A_K`` = 256 and ``B_K`` = 256, or 128 with ``MIXED``. ``PARTS``: whether ``SPLIT`` is above 1. With
     ``GROUPED``, ``b_desc`` is ``[G * N, K]``, scales of a matrix are ``sb_g`` bytes apart, and ``table_ptr`` (int32)
     holds for each of ``M // BM + G + 1`` rows of tiles its first row, where its rows end, and its group: -1 where the
-    output is zero. ``REGISTERS`` of a consumer's threads, ``SPARE`` of the others'.
+    output is zero. ``REGISTERS`` of a consumer's threads, ``SPARE`` of the others'. ``HOW``: an :class:`Epilogue`;
+    where it casts along rows (N a multiple of 128), ``q_ptr`` is ``[M, N]`` with pitch ``ldc``, ``s_ptr`` one byte for
+    a block of a row, consecutive rows at consecutive addresses, and the output the value before the activation.
     """
     SUBS: gl.constexpr = CONSUMERS * ROWS
     FACTORS: gl.constexpr = 128 if SUBS == 2 else 256
@@ -372,15 +331,16 @@ def coalesced_kernel(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
     shape = (M, N, K, SPAN, SPLIT, G, table_ptr)
-    data = (a_bufs, b_bufs, c_bufs, f_bufs, g_bufs, t_bufs, full, empty, (c_desc, out_ptr, ldc, bias_ptr), shape)
+    output = (c_desc, out_ptr, ldc, bias_ptr, q_ptr, s_ptr)
+    data = (a_bufs, b_bufs, c_bufs, f_bufs, g_bufs, t_bufs, full, empty, output, shape)
     load = (a_bufs, b_bufs, full, empty, a_desc, b_desc, shape)
     scale = (f_bufs, g_bufs, t_bufs, full, empty, sa_ptr, sa_r, sa_c, sb_ptr, sb_g, sb_r, sb_c, shape)
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_consume, (data, 0, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, BIAS, TMA_STORE, PARTS, GROUPED)),
-                (_consume, (data, 1, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, BIAS, TMA_STORE, PARTS, GROUPED)),
-                (_consume, (data, 2, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, BIAS, TMA_STORE, PARTS, GROUPED)),
+                (_consume, (data, 0, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, TMA_STORE, PARTS, GROUPED, HOW)),
+                (_consume, (data, 1, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, TMA_STORE, PARTS, GROUPED, HOW)),
+                (_consume, (data, 2, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, TMA_STORE, PARTS, GROUPED, HOW)),
                 (_load, (load, SUBS, STAGES, PAIR, PARTS, GROUPED)),
                 (_scale, (scale, SUBS, STAGES, SIDES, PAIR, MIXED, A_R, A_K, B_K, PARTS, GROUPED)),
             ],
@@ -390,8 +350,8 @@ def coalesced_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (data, 0, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, BIAS, TMA_STORE, PARTS, GROUPED)),
-                (_consume, (data, 1, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, BIAS, TMA_STORE, PARTS, GROUPED)),
+                (_consume, (data, 0, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, TMA_STORE, PARTS, GROUPED, HOW)),
+                (_consume, (data, 1, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, TMA_STORE, PARTS, GROUPED, HOW)),
                 (_load, (load, SUBS, STAGES, PAIR, PARTS, GROUPED)),
                 (_scale, (scale, SUBS, STAGES, SIDES, PAIR, MIXED, A_R, A_K, B_K, PARTS, GROUPED)),
             ],

@@ -20,14 +20,18 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import activation_quantize_triton as activate_and_cast
+from . import quantize_triton as cast
 from ._device import FORMATS, INTERPRETED, decode, scale_value, to_float32
+from ._gemm_epilogue import Maybe, product_and_casts
 from ._gemm_exact import Block, exact, finish
 from ._launch import aligned, launch, triton_why_not
 from .dequantize_triton import narrow
-from .gemm_hopper import output_for, small, tma_ready
+from .gemm_hopper import small, tma_ready
+from .gemm_triton import output_for
 from .scale_layout import tiled_offset, tiled_size
 
-__all__ = ["gemm", "refused", "tiled_scales", "why_not"]
+__all__ = ["gemm", "gemm_quantize", "refused", "tiled_scales", "why_not"]
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _CODES = {torch.float8_e4m3fn: FORMATS["e4m3"], torch.float8_e5m2: FORMATS["e5m2"]}
@@ -53,20 +57,22 @@ def gemm(
     *,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    activation: str | None = None,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """``a[M, K] @ b[N, K].T + bias``; contract in :func:`mxfp8.gemm`.
+    """``activation(a[M, K] @ b[N, K].T + bias)``; contract in :func:`mxfp8.gemm`.
 
     Args:
         a, b: float8_e4m3fn or float8_e5m2 with uint8 scales ``[ceil(rows/r), ceil(K/c)]`` and their block ``(r, c)``,
             in any strides; or float32, bfloat16, float16 with None for both.
+        activation: a name of :data:`activation_quantize_triton.ACTIVATIONS` but swiglu.
         out: where to write, contiguous ``[M, N]`` of ``out_dtype``; a new tensor by default.
-        accumulate: add to ``out``, which must then be float32.
+        accumulate: add to ``out``, which must then be float32; without an activation.
 
     **Numerics.** The tensor core multiplies elements and scales exactly and sums in float32; how many bits of a running
-    sum it keeps was not measured. Scale byte 0 is 2**-127 and 255 NaN. The bias is added in float32 before the one
-    rounding. With an operand in high precision, the numerics of :func:`_gemm_exact.exact`.
+    sum it keeps was not measured. Scale byte 0 is 2**-127 and 255 NaN. The bias is added and the activation computed in
+    float32 before the one rounding. With an operand in high precision, the numerics of :func:`_gemm_exact.exact`.
     """
     (M, K), N = a.shape, b.shape[0]
     if a_scale is None or b_scale is None or a_block is None or b_block is None or 0 in (M, N, K):
@@ -74,24 +80,48 @@ def gemm(
         if 0 in (M, N):
             return out
         if K == 0:
-            finish(out.new_zeros((1, M, N), dtype=torch.float32), bias, out, accumulate)
+            finish(out.new_zeros((1, M, N), dtype=torch.float32), bias, out, accumulate, activation)
         else:
-            exact((a, a_scale, a_block), (b, b_scale, b_block), bias, out, accumulate)
+            exact((a, a_scale, a_block), (b, b_scale, b_block), bias, out, accumulate, activation)
         return out
     if out is not None or accumulate:
         out = output_for(out, accumulate, (M, N), out_dtype, a.device)
     a, b = tma_ready(a), tma_ready(b)
     if refused(a, b) is None:
-        return _by_torch(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, out, accumulate)
+        return _by_torch(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, out, accumulate, activation)
     target = out if out is not None else torch.empty((M, N), dtype=out_dtype, device=a.device)
-    sums = torch.empty((1, M, N), dtype=torch.float32, device=a.device) if accumulate else None
+    later = accumulate or activation is not None
+    sums = torch.empty((1, M, N), dtype=torch.float32, device=a.device) if later else None
     _by_dot_scaled(
-        a, small(a_scale), a_block, b, small(b_scale), b_block, None if accumulate else bias,
+        a, small(a_scale), a_block, b, small(b_scale), b_block, None if later else bias,
         target if sums is None else sums[0],
     )  # fmt: skip
     if sums is not None:
-        finish(sums, bias, target, accumulate)
+        finish(sums, bias, target, accumulate, activation)
     return target
+
+
+def gemm_quantize(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_block: Block | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_block: Block | None,
+    *,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    hp_dtype: torch.dtype,
+    casts: Any,
+) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe]:
+    """``(q, s)`` along rows, ``(t, u)`` along columns and ``h``; contract in :func:`mxfp8.gemm_quantize`.
+
+    **Numerics.** The bits of :func:`gemm` followed by the casts, which is what it is.
+    """
+    return product_and_casts(
+        lambda dtype: gemm(a, a_scale, a_block, b, b_scale, b_block, bias=bias, out_dtype=dtype),
+        activation, hp_dtype, casts, cast, activate_and_cast,
+    )  # fmt: skip
 
 
 # By torch
@@ -114,19 +144,20 @@ def refused(a: torch.Tensor, b: torch.Tensor) -> str | None:
 def _by_torch(
     a: torch.Tensor, a_scale: torch.Tensor, a_block: Block, b: torch.Tensor, b_scale: torch.Tensor, b_block: Block,
     bias: torch.Tensor | None, out_dtype: torch.dtype, out: torch.Tensor | None, accumulate: bool,
+    activation: str | None,
 ) -> torch.Tensor:  # fmt: skip
     """The product by cuBLAS, which adds a bias of the output's own 16-bit dtype; any other one is added to a float32
     product."""
     sa = tiled_scales(a_scale, a_block, *a.shape)
     sb = tiled_scales(b_scale, b_block, *b.shape)
     fused = bias is None or (bias.dtype == out_dtype != torch.float32 and bias.data_ptr() % 16 == 0)
-    if fused and not accumulate:
+    if fused and activation is None and not accumulate:
         product = scaled_mm(a, sa, b, sb, None if bias is None else bias.contiguous(), out_dtype)
         return product if out is None else out.copy_(product)
     sums = scaled_mm(a, sa, b, sb, None, torch.float32)
     if out is None:
         out = torch.empty(sums.shape, dtype=out_dtype, device=a.device)
-    finish(sums[None], bias, out, accumulate)
+    finish(sums[None], bias, out, accumulate, activation)
     return out
 
 

@@ -15,17 +15,25 @@ together that is the time of the BF16 product, with 32x32 blocks as with 1x32.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from ._gemm_exact import Block, exact, finish
+from . import activation_quantize_hopper as activate_and_cast
+from . import quantize_hopper as cast
+from ._device import element_codes
+from ._gemm_epilogue import Maybe, casts_of, product_and_casts
+from ._gemm_exact import Block, Operand, exact, finish
+from ._gemm_hopper_epilogue import Epilogue
 from ._gemm_hopper_kernel import coalesced_kernel
 from ._gluon import Descriptor, hopper_why_not, swizzled
 from ._launch import Versions, aligned, launch_version
+from .activation_quantize_triton import ACTIVATIONS
+from .gemm_triton import output_for
+from .quantize_triton import layout
 
-__all__ = ["gemm", "why_not"]
+__all__ = ["gemm", "gemm_quantize", "why_not"]
 
 _TILE_BLOCK = (128, 128)
 
@@ -45,48 +53,99 @@ def gemm(
     *,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    activation: str | None = None,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """``a[M, K] @ b[N, K].T + bias``; contract in :func:`mxfp8.gemm`.
+    """``activation(a[M, K] @ b[N, K].T + bias)``; contract in :func:`mxfp8.gemm`.
 
     Args:
         a, b: float8_e4m3fn or float8_e5m2 with uint8 scales ``[ceil(rows/r), ceil(K/c)]`` and their block ``(r, c)``,
             in any strides; or float32, bfloat16, float16 with None for both.
         out: where to write, contiguous ``[M, N]`` of ``out_dtype``; a new tensor by default.
-        accumulate: add to ``out``, which must then be float32.
+        activation: a name of :data:`ACTIVATIONS` but swiglu.
+        accumulate: add to ``out``, which must then be float32; without an activation.
 
     **Numerics.** Coalesced scales: exact products, summed by the FP8 tensor core over 128 of K (at most 256 where ``a``
     is 1x256), where about 14 bits of the running sum are kept, and from there on in float32. Two scales whose product
     is above 2**127 make it Inf, below 2**-149 zero. All other blocks: exact products summed in float32; an element
     times its scale below 2**-126 is first rounded to bfloat16's subnormals, whose distance is 2**-133. The bias is
-    added in float32 before the one rounding. The same operands give the same bits every time.
+    added and the activation computed in float32 before the one rounding. The same operands give the same bits every
+    time.
     """
     (M, K), N = a.shape, b.shape[0]
     out = output_for(out, accumulate, (M, N), out_dtype, a.device)
     if M == 0 or N == 0:
         return out
     if K == 0:
-        finish(out.new_zeros((1, M, N), dtype=torch.float32), bias, out, accumulate)
-    elif a_block is not None and b_block is not None and min(a_block[1], b_block[1]) >= 128:
-        _coalesced(a, a_scale, a_block, b, b_scale, b_block, bias, out, accumulate)
+        finish(out.new_zeros((1, M, N), dtype=torch.float32), bias, out, accumulate, activation)
+    elif _fast(a_block, b_block):
+        how = Epilogue(bias is not None, -1 if activation is None else ACTIVATIONS[activation], accumulate)
+        coalesced((a, a_scale, a_block), (b, b_scale, b_block), bias, out, how, activation)
     else:
-        exact((a, a_scale, a_block), (b, b_scale, b_block), bias, out, accumulate)
+        exact((a, a_scale, a_block), (b, b_scale, b_block), bias, out, accumulate, activation)
     return out
 
 
-def output_for(
-    out: torch.Tensor | None, accumulate: bool, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    if out is None:
-        if accumulate:
-            raise ValueError("accumulate=True needs the tensor to add to: pass out=")
-        return torch.empty(shape, dtype=dtype, device=device)
-    if out.shape != shape or out.dtype != dtype or not out.is_contiguous():
-        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}: needs contiguous {dtype} {shape}")
-    if accumulate and dtype != torch.float32:
-        raise ValueError(f"accumulate=True adds in float32, but out is {dtype}")
-    return out
+def _fast(a_block: Block | None, b_block: Block | None) -> bool:
+    """Whether FP8 tensor cores take operands in these blocks."""
+    return a_block is not None and b_block is not None and min(a_block[1], b_block[1]) >= 128
+
+
+def gemm_quantize(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_block: Block | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_block: Block | None,
+    *,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    hp_dtype: torch.dtype,
+    casts: Any,
+) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe]:
+    """``(q, s)`` along rows, ``(t, u)`` along columns and ``h``; contract in :func:`mxfp8.gemm_quantize`.
+
+    The FP8 kernel casts along rows in blocks of 1x32 or 1x128 from its accumulators, where N is a multiple of 128 and
+    K is not split. All else is a product followed by casts: columns, from ``h`` where rows come out of the kernel.
+
+    **Numerics.** The bits of :func:`gemm` followed by the casts.
+    """
+    rest = {"bias": bias, "activation": activation, "hp_dtype": hp_dtype, "casts": casts}
+    made = _rows_from_registers((a, a_scale, a_block), (b, b_scale, b_block), **rest)
+    if made is None:
+        product = functools.partial(gemm, a, a_scale, a_block, b, b_scale, b_block, bias=bias)
+        return product_and_casts(
+            lambda dtype: product(out_dtype=dtype), activation, hp_dtype, casts, cast, activate_and_cast
+        )
+    q, s, h = made
+    if "columns" not in casts.outputs:
+        return q, s, None, None, h
+    _, _, t, u = casts_of(h, activation, replace(casts, outputs=("columns",)), cast, activate_and_cast)
+    return q, s, t, u, h
+
+
+def _rows_from_registers(
+    a: Operand, b: Operand, *, bias: torch.Tensor | None, activation: str | None, hp_dtype: torch.dtype, casts: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """``(q, s, h)`` by one launch (``h`` is ``q`` where it was not asked for); None where that cannot be."""
+    (M, K), N, names = a[0].shape, b[0].shape[0], casts.outputs
+    if "rows" not in names or casts.block not in ((1, 32), (1, 128)) or ("columns" in names and "hp" not in names):
+        return None
+    if not _fast(a[2], b[2]) or 0 in (M, N, K) or N % 128 or activation == "swiglu":
+        return None
+    fmt, rule = element_codes(casts.fmt, casts.scale_rule)
+    how = Epilogue(
+        bias=bias is not None, activation=-1 if activation is None else ACTIVATIONS[activation], block=casts.block[1],
+        fmt=fmt, rule=rule, satfinite=casts.satfinite, before="hp" in names,
+    )  # fmt: skip
+    if plan_for(a, b, how, hp_dtype.itemsize == 2).split > 1:
+        return None
+    q, s = layout((M, N), -1, casts.block).allocate(a[0].device)
+    h = torch.empty((M, N), dtype=hp_dtype, device=q.device) if how.before else q
+    coalesced(a, b, bias, h, how, copies=(q, s))
+    return q.view(casts.fmt.dtype), s, h
 
 
 # Coalesced scales
@@ -153,8 +212,7 @@ class Plan:
 
     tile: Tile
     split: int
-    direct: bool  # the kernel writes the output itself, not partial sums
-    staged: bool  # and through TMA
+    staged: bool  # the output is stored by TMA
     grid: tuple[int, int, int]
     ints: tuple[int, ...]
     constants: dict[str, Any]
@@ -162,66 +220,68 @@ class Plan:
 
 
 def make_plan(
-    shape: tuple[int, int, int], a_block: Block, b_block: Block, bias: bool, tma: bool, accumulate: bool, sms: int,
+    shape: tuple[int, int, int], a_block: Block, b_block: Block, how: Epilogue, tma: bool, sms: int,
     forced: tuple[Tile, int] | None = None, span: int = 4, groups: int = 0,
 ) -> Plan:  # fmt: skip
-    """The plan of a product of ``shape`` = (M, N, K), or of products of ``groups`` of the M rows. ``tma``: the output
-    could be stored by TMA. ``span``: how many rows of tiles go together."""
+    """The plan of a product of ``shape`` = (M, N, K), or of products of ``groups`` of the M rows. ``how``: what becomes
+    of the sums, which is done later where K is split. ``tma``: the output could be stored by TMA. ``span``: how many
+    rows of tiles go together."""
     M, N, K = shape
     sides = 1 if b_block == _TILE_BLOCK else 2
     pairs = a_block[1] == 256 and (b_block == _TILE_BLOCK or b_block[1] == 256)
     tile, split = forced or choose(M, N, K, sides, pairs, sms, groups)
-    direct = split == 1 and not accumulate
-    staged = direct and tma
+    staged = split == 1 and tma and (how.before or not how.block)
     constants = {
         "CONSUMERS": tile.consumers, "ROWS": tile.rows, "STAGES": tile.stages + (not staged),
         "REGISTERS": tile.registers, "SPARE": tile.spare, "SIDES": sides, "PAIR": tile.pair, "A_R": a_block[0],
-        "A_K": a_block[1], "B_K": b_block[1], "MIXED": tile.pair == 2 and sides == 1, "BIAS": bias and direct,
-        "TMA_STORE": staged, "PARTS": split > 1, "GROUPED": groups > 0,
+        "A_K": a_block[1], "B_K": b_block[1], "MIXED": tile.pair == 2 and sides == 1, "TMA_STORE": staged,
+        "PARTS": split > 1, "GROUPED": groups > 0, "HOW": how if split == 1 else Epilogue(),
     }  # fmt: skip
     tiles_m = M // tile.height + groups + 1 if groups else -(-M // tile.height)
     grid = (min(tiles_m * -(-N // 128) * split, sms), 1, 1)
-    return Plan(tile, split, direct, staged, grid, (M, N, K, span, split, groups), constants)
+    return Plan(tile, split, staged, grid, (M, N, K, span, split, groups), constants)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    shape: tuple[int, int, int], scale_strides: tuple[int, ...], a_block: Block, b_block: Block, bias: bool, tma: bool,
-    accumulate: bool, device: int,
+    shape: tuple[int, int, int], scale_strides: tuple[int, ...], a_block: Block, b_block: Block, how: Epilogue,
+    tma: bool, device: int,
 ) -> Plan:  # fmt: skip
     """As :func:`make_plan`; one for each set of integers that Triton specialises on."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return make_plan(shape, a_block, b_block, bias, tma, accumulate, sms)
+    return make_plan(shape, a_block, b_block, how, tma, sms)
 
 
-def _coalesced(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    a_block: Block,
-    b: torch.Tensor,
-    b_scale: torch.Tensor | None,
-    b_block: Block,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    accumulate: bool,
-    plan: Plan | None = None,
-) -> None:
-    """One scale for each row (or 128 of them) and 128 or 256 of K, on both sides."""
+def plan_for(a: Operand, b: Operand, how: Epilogue, tma: bool) -> Plan:
+    """The plan for two operands in MX, whose scales are :func:`small`."""
+    (x, a_scale, a_block), (y, b_scale, b_block) = a, b
     assert a_scale is not None
     assert b_scale is not None
-    a, b = tma_ready(a), tma_ready(b)
-    a_scale, b_scale = small(a_scale), small(b_scale)
-    (M, K), N = a.shape, b.shape[0]
+    assert a_block is not None
+    assert b_block is not None
+    strides = (*a_scale.stride(), *b_scale.stride())
+    return _plan((x.shape[0], y.shape[0], x.shape[1]), strides, a_block, b_block, how, tma, x.device.index)
+
+
+def coalesced(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor, how: Epilogue, activation: str | None = None,
+    copies: tuple[torch.Tensor, torch.Tensor] | None = None, plan: Plan | None = None,
+) -> None:  # fmt: skip
+    """One scale for each row (or 128 of them) and 128 or 256 of K, on both sides. ``copies``: the elements and scale
+    bytes that a cast along rows goes to."""
+    (x, a_scale, a_block), (y, b_scale, b_block) = a, b
+    assert a_scale is not None
+    assert b_scale is not None
+    x, y, a_scale, b_scale = tma_ready(x), tma_ready(y), small(a_scale), small(b_scale)
     if plan is None:
-        strides = (*a_scale.stride(), *b_scale.stride())
-        plan = _plan(
-            (M, N, K), strides, a_block, b_block, bias is not None, tma_stores(out), accumulate, out.device.index
-        )
-    target = out if plan.direct else torch.empty((plan.split, M, N), dtype=torch.float32, device=out.device)
+        plan = plan_for((x, a_scale, a_block), (y, b_scale, b_block), how, tma_stores(out))
     bias = None if bias is None else bias.contiguous()
-    run(plan, a, a_scale, b, b_scale, (0, *b_scale.stride()), bias if plan.direct else None, target, None)
-    if not plan.direct:
-        finish(target, bias, out, accumulate)
+    if plan.split == 1:
+        run(plan, x, a_scale, y, b_scale, (0, *b_scale.stride()), bias, out, None, copies)
+        return
+    sums = torch.empty((plan.split, *out.shape), dtype=torch.float32, device=out.device)
+    run(plan, x, a_scale, y, b_scale, (0, *b_scale.stride()), None, sums, None)
+    finish(sums, bias, out, how.add, activation)
 
 
 def run(
@@ -234,6 +294,7 @@ def run(
     bias: torch.Tensor | None,
     target: torch.Tensor,
     table: torch.Tensor | None,
+    copies: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Launch the kernel on operands that are :func:`tma_ready` and scales that are :func:`small`."""
     bytes_, halves = _layouts()
@@ -241,7 +302,7 @@ def run(
         Descriptor(a, [64, 128], bytes_), Descriptor(b, [128, 128], bytes_),
         Descriptor(target, [64, 128], halves) if plan.staged else None,
     )  # fmt: skip
-    alignment = aligned(a_scale, b_scale, target) if bias is None else aligned(a_scale, b_scale, target, bias)
+    alignment = aligned(*(x for x in (a_scale, b_scale, target, bias, *(copies or ())) if x is not None))
     launch_version(
         coalesced_kernel,
         plan.versions,
@@ -249,7 +310,7 @@ def run(
         plan.grid,
         (
             *descriptors, target, target.shape[-1], bias, a_scale, *a_scale.stride(), b_scale, *b_scale_strides,
-            *plan.ints, table,
+            *plan.ints, table, *(copies or (None, None)),
         ),
         plan.constants,
         target.device,

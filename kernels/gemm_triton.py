@@ -14,12 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
+from . import activation_quantize_triton as activate_and_cast
+from . import quantize_triton as cast
 from ._device import FORMATS, INTERPRETED, to_float32
+from ._gemm_epilogue import Maybe, activate_alike, product_and_casts
 from ._launch import aligned, launch, triton_why_not
+from .activation_quantize_triton import ACTIVATIONS
 from .dequantize_triton import decoded, narrow
 from .quantize_triton import hardware
 
-__all__ = ["gemm", "why_not"]
+__all__ = ["gemm", "gemm_quantize", "output_for", "why_not"]
 
 Block = tuple[int, int]
 
@@ -142,9 +146,11 @@ def _gemm_kernel(
     a_ptr, sa_ptr, b_ptr, sb_ptr, bias_ptr, out_ptr, M, N, K, a_r, a_k, sa_r, sa_k, b_r, b_k, sb_r, sb_k,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, A_R: tl.constexpr, A_K: tl.constexpr, B_R: tl.constexpr,
     B_K: tl.constexpr, FMT_A: tl.constexpr, FMT_B: tl.constexpr, DOT: tl.constexpr, OUT: tl.constexpr,
-    EVEN: tl.constexpr, HARDWARE: tl.constexpr, STEPS: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, HARDWARE: tl.constexpr, STEPS: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """One tile ``[BM, BN]`` of ``out[M, N]``, contiguous; 8 rows of tiles go together, so that ``b`` stays in cache."""
+    """One tile ``[BM, BN]`` of ``out[M, N]``, contiguous: of the product, with ``BIAS`` a bias, with ``ACT`` >= 0 an
+    activation; with ``ADD`` added to what is there. 8 rows of tiles go together, so that ``b`` stays in cache."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     pid = tl.program_id(0)
     first = pid // (8 * tiles_n) * 8
@@ -161,8 +167,13 @@ def _gemm_kernel(
     )  # fmt: skip
     if BIAS:
         acc += to_float32(tl.load(bias_ptr + cols, mask=cols < N, other=0))[None, :]
+    if ACT >= 0:
+        acc = activate_alike(acc, ACT, HARDWARE)
     out_at = out_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
-    tl.store(out_at, narrow(acc, OUT), mask=(rows < M)[:, None] & (cols < N)[None, :])
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    if ADD:
+        acc += tl.load(out_at, mask=inside, other=0.0)
+    tl.store(out_at, narrow(acc, OUT), mask=inside)
 
 
 class Side(NamedTuple):
@@ -231,27 +242,34 @@ def gemm(
     *,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
 ) -> torch.Tensor:
-    """``a[M, K] @ b[N, K].T + bias``; contract in :func:`mxfp8.gemm`.
+    """``activation(a[M, K] @ b[N, K].T + bias)``; contract in :func:`mxfp8.gemm`.
 
     Args:
         a, b: float8_e4m3fn or float8_e5m2 with uint8 scales ``[ceil(rows/r), ceil(K/c)]`` and their block ``(r, c)``,
             or float32, bfloat16, float16 with None for both; any strides. Fastest contiguous along K.
+        activation: a name of :data:`ACTIVATIONS` but swiglu.
+        out: where to write, contiguous ``[M, N]`` of ``out_dtype``; a new tensor by default.
+        accumulate: add to ``out``, which must then be float32; without an activation.
 
-    **Numerics.** Products of elements are exact and summed in float32, and
-    the bias is added before the one rounding. Scales multiply sums over at most 64 of K, in two steps of half the
-    exponent each, so that any two scale bytes give what exact arithmetic would, where float32 can hold it. A
-    high-precision operand beyond 2**114 may overflow where its product with a small scale would not. The same operands
-    give the same bits every time.
+    **Numerics.** Products of elements are exact and summed in float32, and the bias is added and the activation
+    computed before the one rounding. Scales multiply sums over at most 64 of K, in two steps of half the exponent each,
+    so that any two scale bytes give what exact arithmetic would, where float32 can hold it. A high-precision operand
+    beyond 2**114 may overflow where its product with a small scale would not. The same operands give the same bits
+    every time.
     """
     (M, K), N = a.shape, b.shape[0]
-    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    out = output_for(out, accumulate, (M, N), out_dtype, a.device)
     if out.numel() == 0:
         return out
     left, right = side("a", a, a_scale, a_block), side("b", b, b_scale, b_block)
     bm, bn, warps = tile(M, N, left, right)
     constants = {"BM": bm, "BN": bn, **constants_of(left, right, K, out_dtype, a.device)}
-    constants["BIAS"] = bias is not None
+    act = -1 if activation is None else ACTIVATIONS[activation]
+    constants |= {"BIAS": bias is not None, "ACT": act, "ADD": accumulate}
     bias = left.data if bias is None else bias.contiguous()
     args = (
         left.data, left.scale, right.data, right.scale, bias, out, M, N, K,
@@ -268,6 +286,48 @@ def gemm(
         num_stages=3,
     )
     return out
+
+
+def output_for(
+    out: torch.Tensor | None, accumulate: bool, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """``out``, or a new tensor.
+
+    Raises:
+        ValueError: one that kernels cannot write to, or add to.
+    """
+    if out is None:
+        if accumulate:
+            raise ValueError("accumulate=True needs the tensor to add to: pass out=")
+        return torch.empty(shape, dtype=dtype, device=device)
+    if out.shape != shape or out.dtype != dtype or not out.is_contiguous():
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}: needs contiguous {dtype} {shape}")
+    if accumulate and dtype != torch.float32:
+        raise ValueError(f"accumulate=True adds in float32, but out is {dtype}")
+    return out
+
+
+def gemm_quantize(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_block: Block | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_block: Block | None,
+    *,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    hp_dtype: torch.dtype,
+    casts: Any,
+) -> tuple[Maybe, Maybe, Maybe, Maybe, Maybe]:
+    """``(q, s)`` along rows, ``(t, u)`` along columns and ``h``; contract in :func:`mxfp8.gemm_quantize`.
+
+    **Numerics.** The bits of :func:`gemm` followed by the casts, which is what it is.
+    """
+    return product_and_casts(
+        lambda dtype: gemm(a, a_scale, a_block, b, b_scale, b_block, bias=bias, out_dtype=dtype),
+        activation, hp_dtype, casts, cast, activate_and_cast,
+    )  # fmt: skip
 
 
 def tile(M: int, N: int, a: Side, b: Side) -> tuple[int, int, int]:

@@ -16,11 +16,12 @@ import triton.language as tl
 
 from . import grouped_gemm_triton
 from ._gemm_exact import Block
+from ._gemm_hopper_epilogue import Epilogue
+from ._groups import check_offsets, find_group
 from ._launch import launch
 from .gemm_hopper import Plan, make_plan, run, small, tma_ready, tma_stores, why_not
-from .grouped_gemm_triton import find_group
 
-__all__ = ["grouped_gemm", "why_not"]
+__all__ = ["check_offsets", "grouped_gemm", "why_not"]
 
 
 def grouped_gemm(
@@ -76,7 +77,7 @@ def _plan(
 ) -> Plan:  # fmt: skip
     """One plan for each set of integers that Triton specialises on."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return make_plan(shape, a_block, b_block, False, tma, False, sms, groups=groups)
+    return make_plan(shape, a_block, b_block, Epilogue(), tma, sms, groups=groups)
 
 
 def _rows_of_matrices(b: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from mxfp8.audit import audit, watch
 from mxfp8.coalesce import recoalesce, recoalesce_loss
 from mxfp8.description import describe
 from mxfp8.dispatch import explain, is_available
+from mxfp8.epilogue import gemm_quantize
 from mxfp8.formats import E4M3, E5M2, ElementFormat, Rounding, ScaleRule
 from mxfp8.grouped import MXFP8GroupedLinear
 from mxfp8.linear import MXFP8Linear
@@ -25,7 +26,7 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     "E4M3", "E5M2", "ElementFormat", "MXTensor", "RngKey", "Rounding", "ScaleRule", "cat", "hadamard", "quantize",
     "quantize_both", "recoalesce", "recoalesce_loss",
     # matrix products and attention
-    "block_attention", "gemm", "generalized_attention", "grouped_gemm", "jagged_attention",
+    "block_attention", "gemm", "gemm_quantize", "generalized_attention", "grouped_gemm", "jagged_attention",
     # modules and their recipes
     "CastSpec", "GemmSpec", "LinearRecipe", "MXFP8GroupedLinear", "MXFP8Linear", "MXFP8MLP", "RECIPES", "get_recipe",
     "get_step", "set_step",

@@ -28,6 +28,7 @@ __all__ = [
     "Quantized",
     "activation_quantize",
     "activation_quantize_backward",
+    "make_casts",
     "norm_quantize",
     "norm_quantize_backward",
 ]
@@ -120,7 +121,7 @@ def activation_quantize(
     one step, and in fewer than one element in 1000.
     NaN stays NaN; ``silu(-inf)`` and ``gelu(-inf)`` are NaN, as in torch.
     """
-    op, casts = "activation_quantize", _casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
+    op, casts = "activation_quantize", make_casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
     made, rotation = _made(casts, hadamard), (hadamard, seed, backend)
     _check_activation(op, x, activation, bias, casts)
     with torch.no_grad():
@@ -159,7 +160,7 @@ def activation_quantize_backward(
     values over all rows in float32, tile by tile in a fixed order: it is the same in every run.
     """
     op = "activation_quantize_backward"
-    casts = _casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
+    casts = make_casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
     made, rotation = _made(casts, hadamard), (hadamard, seed, backend)
     _check_activation(op, x, activation, bias, casts)
     width = x.shape[-1] // (2 if activation == "swiglu" else 1)
@@ -208,7 +209,7 @@ def norm_quantize(
     means of all columns in an order of the backend's own, ``|rstd - exact| <= (C / 2 + 6) 2**-24 rstd``; LayerNorm's
     sums squared deviations from the mean, so that a mean far from zero does not cancel.
     """
-    op, casts = "norm_quantize", _casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
+    op, casts = "norm_quantize", make_casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
     made, rotation = _made(casts, hadamard), (hadamard, seed, backend)
     _check_norm(op, x, norm, norm_block, casts)
     _check_vector(op, "weight", weight, x)
@@ -265,7 +266,7 @@ def norm_quantize_backward(
     strip in a fixed order: the same in every run.
     """
     op = "norm_quantize_backward"
-    casts = _casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
+    casts = make_casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
     made, rotation = _made(casts, hadamard), (hadamard, seed, backend)
     _check_norm(op, h, norm, norm_block, casts)
     _check_like(op, "dy", dy, h, tuple(h.shape))
@@ -280,15 +281,11 @@ def norm_quantize_backward(
     return NormGradient(*_wrap(parts, casts, *rotation), dweight, dbias)
 
 
-def _casts(
-    fmt: str | ElementFormat,
-    block: BlockShape,
-    column_block: BlockShape | None,
-    scale_rule: str | ScaleRule,
-    outputs: Sequence[str],
-    round_first: bool,
-    satfinite: bool,
-) -> Casts:
+def make_casts(
+    fmt: str | ElementFormat, block: BlockShape, column_block: BlockShape | None, scale_rule: str | ScaleRule,
+    outputs: Sequence[str], round_first: bool, satfinite: bool,
+) -> Casts:  # fmt: skip
+    """The arguments of an op, checked."""
     if isinstance(outputs, str) or not outputs or not set(outputs) <= set(OUTPUTS):
         raise ValueError(f"outputs is {outputs!r}: name one or more of {', '.join(OUTPUTS)}")
     block = get_block(block)

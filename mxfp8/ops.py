@@ -16,6 +16,7 @@ from mxfp8.formats import (
     get_rounding,
     get_scale_rule,
 )
+from mxfp8.reference.fused import ACTIVATIONS
 from mxfp8.rng import RngKey
 from mxfp8.tensor import MXTensor, block_rc, check_axis
 
@@ -23,6 +24,7 @@ __all__ = ["gemm", "grouped_gemm", "hadamard", "quantize", "quantize_both"]
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POINTWISE = tuple(name for name in ACTIVATIONS if name != "swiglu")
 
 
 def quantize(
@@ -171,47 +173,93 @@ def gemm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
+    *,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
 ) -> torch.Tensor:
-    """``a[M, K] @ b[N, K].T + bias[N]``, with one or both operands in MX. The only orientation is NT.
+    """``activation(a[M, K] @ b[N, K].T + bias[N])``, with one or both operands in MX. The only orientation is NT.
 
     Args:
         a, b: 2-D; an :class:`~mxfp8.MXTensor` scaled along its last (contraction) axis, or a float32, bfloat16 or
             float16 tensor. At least one is MX. Element formats and blocks may differ.
         bias: ``[N]``, added in float32 before the one rounding.
         out_dtype: float32, bfloat16 or float16.
+        activation: None, ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"silu"`` or ``"hardswish"``.
+        out: where to write, contiguous ``[M, N]`` that shares no memory with other arguments. Its dtype takes the place
+            of ``out_dtype``.
+        accumulate: add to ``out``, which must then be float32 (gradient accumulation); without an activation.
 
     Returns:
-        ``[M, N]`` of ``out_dtype``. ``K = 0`` gives zeros (plus bias); ``M = 0`` or ``N = 0`` the empty result.
+        ``out``, or a new ``[M, N]`` of ``out_dtype``. ``K = 0`` gives zeros (plus bias); ``M = 0`` or ``N = 0`` the
+        empty result.
 
     Raises:
-        ValueError: shapes that do not fit; an operand scaled along the wrong axis.
+        ValueError: shapes that do not fit; an operand scaled along the wrong axis; an activation that is unknown, or
+            with ``accumulate``; an ``out`` that cannot be written or added to.
         TypeError: operand or output dtype not supported; no MX operand; a gradient would be needed (use MXFP8Linear).
 
     **Numerics.** Exact products of dequantised operands accumulated in float32, rounded once to ``out_dtype``:
-    ``|error| <= c K 2**-24 sum|a||b|`` plus half an ulp of ``out_dtype``. NaN blocks make their rows NaN. On Hopper,
+    ``|error| <= c K 2**-24 sum|a||b|`` plus half an ulp of ``out_dtype``. NaN blocks make their rows NaN. The
+    activation is computed in float32 before that rounding, as in :func:`mxfp8.fused.activation_quantize`. On Hopper,
     operands whose blocks reach over 128 of K or more run on FP8 tensor cores, which keep 14 bits of a sum over 128 (up
     to 256 where ``a`` is in 1x256) before it is added in float32; every backend's deviation is stated in its file.
     """
     known: object = None
     inputs: tuple[torch.Tensor, ...] = ()
-    if type(a) is MXTensor and type(b) is MXTensor and not _wants_grad(bias):
+    if type(a) is MXTensor and type(b) is MXTensor and not _wants_grad(bias) and not _wants_grad(out):
         inputs = (a.qdata, a.scale_bytes, b.qdata, b.scale_bytes)
         inputs += () if bias is None else (bias,)
-        known = replays.key("gemm", inputs, a.axis, a.block, b.axis, b.block, out_dtype, backend)
+        inputs += () if out is None else (out,)
+        how = (out_dtype, backend, activation, bias is None, out is None, accumulate)
+        known = replays.key("gemm", inputs, a.axis, a.block, b.axis, b.block, *how)
         if (made := replays.again(known, *inputs)) is not None:
             return made  # type: ignore[no-any-return]
-    _check_operands("gemm", a, b, out_dtype)
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"gemm takes a[M, K] and b[N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
-    if bias is not None:
-        _check_bias(bias, b)
+    out_dtype = out.dtype if isinstance(out, torch.Tensor) else out_dtype
+    check_product("gemm", a, b, bias, out_dtype)
+    if activation is not None and activation not in POINTWISE:
+        raise ValueError(
+            f"gemm: activation is {activation!r}: use None or one of {', '.join(POINTWISE)} (swiglu: gemm_quantize)"
+        )
+    _check_out(out, (a.shape[0], b.shape[0]), a.device, activation, accumulate)
     run = dispatch.resolve("gemm", backend, a.device)
     bias = None if bias is None else _detached(bias)
+    rest = {"activation": activation, "out": out, "accumulate": accumulate}
 
     def product() -> torch.Tensor:
-        return run(*_parts(a), *_parts(b), bias=bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
+        return run(*parts_of(a), *parts_of(b), bias=bias, out_dtype=out_dtype, **rest)  # type: ignore[no-any-return]
 
     return replays.run(known, product, inputs)  # type: ignore[no-any-return]
+
+
+def check_product(
+    op: str, a: MXTensor | torch.Tensor, b: MXTensor | torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> None:
+    """TypeError or ValueError unless ``a[M, K] @ b[N, K].T + bias[N]`` can be computed."""
+    _check_operands(op, a, b, out_dtype)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"{op} takes a[M, K] and b[N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
+    if bias is not None:
+        _check_bias(op, bias, b)
+
+
+def _check_out(
+    out: torch.Tensor | None, shape: tuple[int, int], device: torch.device, activation: str | None, accumulate: bool
+) -> None:
+    if out is None:
+        if accumulate:
+            raise ValueError("gemm: accumulate=True needs the tensor to add to: pass out=")
+        return
+    if tuple(out.shape) != shape or not out.is_contiguous() or out.device != device:
+        raise ValueError(
+            f"gemm: out has shape {tuple(out.shape)}, strides {out.stride()} on {out.device}: needs contiguous {shape} "
+            f"on {device}"
+        )
+    if accumulate and out.dtype != torch.float32:
+        raise ValueError(f"gemm: accumulate=True adds in float32, but out is {out.dtype}")
+    if accumulate and activation is not None:
+        raise ValueError(f"gemm: accumulate=True adds products, not {activation} of them: use one of the two")
+    _check_no_grad("gemm", "out", out)
 
 
 def grouped_gemm(
@@ -245,7 +293,7 @@ def grouped_gemm(
     check_offsets(offs, b.shape[0], a.shape[0])
     run = dispatch.resolve("grouped_gemm", backend, a.device)
     with torch.no_grad():
-        out: torch.Tensor = run(*_parts(a), *_parts(b), offs=offs, out_dtype=out_dtype)
+        out: torch.Tensor = run(*parts_of(a), *parts_of(b), offs=offs, out_dtype=out_dtype)
     return out
 
 
@@ -273,13 +321,13 @@ def _check_float(op: str, x: torch.Tensor) -> None:
         raise TypeError(f"{op} takes a float32, bfloat16, float16 or float64 tensor, not {got}")
 
 
-def _check_bias(bias: torch.Tensor, b: MXTensor | torch.Tensor) -> None:
-    _check_float("gemm's bias", bias)
+def _check_bias(op: str, bias: torch.Tensor, b: MXTensor | torch.Tensor) -> None:
+    _check_float(f"{op}'s bias", bias)
     if tuple(bias.shape) != (b.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}: b of shape {tuple(b.shape)} needs ({b.shape[0]},)")
     if bias.device != b.device:
-        raise ValueError(f"gemm: bias is on {bias.device}, b on {b.device}")
-    _check_no_grad("gemm", "bias", bias)
+        raise ValueError(f"{op}: bias is on {bias.device}, b on {b.device}")
+    _check_no_grad(op, "bias", bias)
 
 
 def _wants_grad(x: torch.Tensor | None) -> bool:
@@ -312,7 +360,7 @@ def _check_operands(op: str, a: MXTensor | torch.Tensor, b: MXTensor | torch.Ten
         raise ValueError(f"{op}: a is on {a.device}, b on {b.device}")
 
 
-def _parts(x: MXTensor | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int] | None]:
+def parts_of(x: MXTensor | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int] | None]:
     """Plain tensors for a backend: data, scale bytes, (rows, columns) of a block; the last two None if not MX."""
     if isinstance(x, MXTensor):
         return x.qdata, x.scale_bytes, block_rc(x.block, x.axis)

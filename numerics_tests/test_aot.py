@@ -123,6 +123,8 @@ def portable_gemm(
     dot = tl.float16 if high is tl.float16 else tl.bfloat16
     bk = min(a[1], 1 << 20 if high else b[1], 32 if high is tl.float32 else 64)
     fmt = 1 if high is None else gemm_triton.FLOAT32 if high is tl.float32 else gemm_triton.HP
+    if kernel is gemm_triton._gemm_kernel:
+        constants = {"ACT": -1, "ADD": False, **constants}
     suffix = r"F32\s" if dot is tl.float16 else r"F32\.BF16\s"
     return Version(
         kernel=kernel,
@@ -169,18 +171,19 @@ def test_the_tiles_of_the_table_are_those_in_use() -> None:
 
 def coalesced(
     tile: str, a_block: tuple[int, int] = (1, 128), b_block: tuple[int, int] = (128, 128), *,
-    a: str = "fp8e4nv", b: str = "fp8e4nv", out: str = "bf16", bias: bool = False, split: int = 1, groups: int = 0,
+    a: str = "fp8e4nv", b: str = "fp8e4nv", out: str = "bf16", split: int = 1, groups: int = 0, **how: Any,
 ) -> Version:  # fmt: skip
     """The FP8 product of ``gemm_hopper``, as its host function would launch it, or that of ``grouped_gemm_hopper``;
-    float32 is written without TMA."""
+    float32 is written without TMA. ``how``: of the epilogue."""
     kernel = _gemm_hopper_kernel.coalesced_kernel
     forced = getattr(gemm_hopper, tile), split
     plan = gemm_hopper.make_plan(
-        (*WIDE, 4096), a_block, b_block, bias, out != "fp32", False, 132, forced, groups=groups
+        (*WIDE, 4096), a_block, b_block, gemm_hopper.Epilogue(**how), out != "fp32", 132, forced, groups=groups
     )
     run_time = [n for n in kernel.arg_names if n.isupper() and n not in plan.constants]  # sizes, not specialised
-    absent = {"c_desc": not plan.constants["TMA_STORE"], "bias_ptr": not plan.constants["BIAS"]}
+    absent = {"c_desc": not plan.constants["TMA_STORE"], "bias_ptr": not plan.constants["HOW"].bias}
     absent["table_ptr"] = not plan.constants["GROUPED"]
+    absent["q_ptr"] = absent["s_ptr"] = not plan.constants["HOW"].block
     types = {
         "a_desc": f"tensordesc<{a}[64, 128],{swizzled(8)!r}>", "b_desc": f"tensordesc<{b}[128, 128],{swizzled(8)!r}>",
         "c_desc": f"tensordesc<{out}[64, 128],{swizzled(16)!r}>", "out_ptr": f"*{out}", "bias_ptr": "*fp32",

@@ -29,13 +29,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lower layers first; a module imports 
     ("dispatch",),
     ("ops", "recipe", "coalesce"),
     ("weight_cache", "rules", "modes", "te"),
-    ("linear", "grouped", "attention", "activations", "distributed", "drift", "optim", "fused", "producers", "mlp"),
+    ("linear", "grouped", "attention", "activations", "distributed", "drift", "optim", "fused", "epilogue", "producers",
+     "mlp"),
     ("policies",),
     ("policy",),
     ("description",),
     ("audit",),
     ("cli",),
-)
+)  # fmt: skip
 
 
 def imports_of(source: str, package: str) -> set[str]:

@@ -28,7 +28,7 @@ from mxfp8.reference.fused import (
     norm_quantize,
     norm_quantize_backward,
 )
-from mxfp8.reference.gemm import gemm, grouped_gemm
+from mxfp8.reference.gemm import gemm, gemm_quantize, grouped_gemm
 from mxfp8.reference.hadamard import hadamard
 from mxfp8.reference.optim import adamw, rowwise_adagrad
 from mxfp8.reference.quantize import quantize, quantize_both
@@ -45,6 +45,7 @@ OPS = (
     "recoalesce",
     "hadamard",
     "gemm",
+    "gemm_quantize",
     "grouped_gemm",
     "jagged_attention",
     "generalized_attention",
@@ -63,6 +64,7 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {
     ("recoalesce", "reference"): recoalesce,
     ("hadamard", "reference"): hadamard,
     ("gemm", "reference"): gemm,
+    ("gemm_quantize", "reference"): gemm_quantize,
     ("grouped_gemm", "reference"): grouped_gemm,
     ("jagged_attention", "reference"): jagged_attention,
     ("generalized_attention", "reference"): generalized_attention,
@@ -76,6 +78,7 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {
 }
 _FILES = {
     "quantize_both": "quantize",
+    "gemm_quantize": "gemm",
     "activation_quantize_backward": "activation_quantize",
     "norm_quantize_backward": "norm_quantize",
     "adamw": "optim",

@@ -15,7 +15,7 @@ import torch
 from mxfp8.formats import BlockShape, ElementFormat, Rounding, ScaleRule, get_format
 from mxfp8.rng import RngKey
 
-__all__ = ["OPERATORS", "kernel", "layout"]
+__all__ = ["OPERATORS", "as_bytes", "kernel", "layout"]
 
 # Written as one schema each: the annotations of custom_op know neither enums nor dataclasses.
 _QUANTIZE = (
@@ -29,7 +29,7 @@ _BOTH = (
 _HADAMARD = "(Tensor x, int axis, int size, int[] seed, str backend) -> Tensor"
 _GEMM = (
     "(Tensor a, Tensor? a_scale, int[]? a_block, str? a_fmt, Tensor b, Tensor? b_scale, int[]? b_block, str? b_fmt, "
-    "Tensor? bias, ScalarType out_dtype, str backend) -> Tensor"
+    "Tensor? bias, ScalarType out_dtype, str? activation, str backend) -> Tensor"
 )
 
 
@@ -108,19 +108,20 @@ def _(x, axis, size, seed, backend):  # type: ignore[no-untyped-def]
 def _gemm(
     a: torch.Tensor, a_scale: torch.Tensor | None, a_block: list[int] | None, a_fmt: str | None,
     b: torch.Tensor, b_scale: torch.Tensor | None, b_block: list[int] | None, b_fmt: str | None,
-    bias: torch.Tensor | None, out_dtype: torch.dtype, backend: str,
+    bias: torch.Tensor | None, out_dtype: torch.dtype, activation: str | None, backend: str,
 ) -> torch.Tensor:  # fmt: skip
     left = a if a_fmt is None else a.view(get_format(a_fmt).dtype)
     right = b if b_fmt is None else b.view(get_format(b_fmt).dtype)
     out: torch.Tensor = kernel("gemm", backend, a.device)(
         left, a_scale, None if a_block is None else (a_block[0], a_block[1]),
         right, b_scale, None if b_block is None else (b_block[0], b_block[1]), bias=bias, out_dtype=out_dtype,
+        activation=activation,
     )  # fmt: skip
     return out
 
 
 @_gemm.register_fake
-def _(a, a_scale, a_block, a_fmt, b, b_scale, b_block, b_fmt, bias, out_dtype, backend):  # type: ignore[no-untyped-def]
+def _(a, a_scale, a_block, a_fmt, b, b_scale, b_block, b_fmt, bias, out_dtype, activation, backend):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
@@ -158,15 +159,19 @@ def hadamard(backend: str, x: torch.Tensor, *, axis: int, size: int, seed: int) 
 def gemm(
     backend: str, a: torch.Tensor, a_scale: torch.Tensor | None, a_block: BlockShape | None, b: torch.Tensor,
     b_scale: torch.Tensor | None, b_block: BlockShape | None, *, bias: torch.Tensor | None, out_dtype: torch.dtype,
+    activation: str | None = None, out: torch.Tensor | None = None, accumulate: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    (a, a_fmt), (b, b_fmt) = _bytes(a), _bytes(b)
-    out: torch.Tensor = torch.ops.mxfp8.gemm(
-        a, a_scale, a_block, a_fmt, b, b_scale, b_block, b_fmt, bias, out_dtype, backend
+    (a, a_fmt), (b, b_fmt) = as_bytes(a), as_bytes(b)
+    product: torch.Tensor = torch.ops.mxfp8.gemm(
+        a, a_scale, a_block, a_fmt, b, b_scale, b_block, b_fmt, bias, out_dtype, activation, backend
     )
-    return out
+    if out is None:
+        return product
+    return out.add_(product) if accumulate else out.copy_(product)
 
 
-def _bytes(x: torch.Tensor) -> tuple[torch.Tensor, str | None]:
+def as_bytes(x: torch.Tensor) -> tuple[torch.Tensor, str | None]:
+    """An operand as operators take it, and the name of its format (None in high precision)."""
     names = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
     return (x.view(torch.uint8), names[x.dtype]) if x.dtype in names else (x, None)
 

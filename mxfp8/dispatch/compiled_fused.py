@@ -1,4 +1,4 @@
-"""Norms and activations that write MX copies, as torch operators: one node each for ``torch.compile``.
+"""Norms, activations and products that write MX copies, as torch operators: one node each for ``torch.compile``.
 
 As :mod:`mxfp8.dispatch.compiled`, but on every backend: the reference too runs as it is, since a compiler that wrote
 exponentials anew would give other bits. An operator returns the tensors that were asked for and no others, elements as
@@ -8,13 +8,15 @@ bytes; what would be its input again (the sum of a norm without a residual) is l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mxfp8.dispatch.compiled import kernel, layout
-from mxfp8.formats import ScaleRule, get_format
+from mxfp8.dispatch.compiled import as_bytes, kernel, layout
+from mxfp8.formats import BlockShape, ScaleRule, get_format
 from mxfp8.reference import fused as reference
+from mxfp8.reference import gemm as products
 from mxfp8.reference.fused import Casts
 
 __all__ = ["OPERATORS"]
@@ -34,6 +36,10 @@ _SCHEMAS = {
     "norm_quantize_backward": (
         "(Tensor dy, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dh, str norm, int norm_block, "
         "bool with_bias, "
+    ),
+    "gemm_quantize": (
+        "(Tensor a, Tensor? a_scale, int[]? a_block, str? a_fmt, Tensor b, Tensor? b_scale, int[]? b_block, "
+        "str? b_fmt, Tensor? bias, str? activation, ScalarType hp_dtype, "
     ),
 }
 
@@ -117,6 +123,26 @@ def _norm_backward(
     )  # fmt: skip
 
 
+def _product(*operands: Any) -> list[torch.Tensor]:
+    a, *rest = operands
+    return _present(_call_product(kernel("gemm_quantize", rest[-1], a.device), *operands))
+
+
+def _call_product(
+    run: Callable[..., Any], a: torch.Tensor, a_scale: Maybe, a_block: list[int] | None, a_fmt: str | None,
+    b: torch.Tensor, b_scale: Maybe, b_block: list[int] | None, b_fmt: str | None, bias: Maybe, activation: str | None,
+    hp_dtype: torch.dtype, *how: Any,
+) -> tuple[Maybe, ...]:  # fmt: skip
+    left = a if a_fmt is None else a.view(get_format(a_fmt).dtype)
+    right = b if b_fmt is None else b.view(get_format(b_fmt).dtype)
+    parts: tuple[Maybe, ...] = run(
+        left, a_scale, None if a_block is None else (a_block[0], a_block[1]),
+        right, b_scale, None if b_block is None else (b_block[0], b_block[1]),
+        bias=bias, activation=activation, hp_dtype=hp_dtype, casts=_casts(*how[:-1]),
+    )  # fmt: skip
+    return parts
+
+
 # What they return, without a body; the reference itself says so of the reference.
 
 
@@ -166,11 +192,29 @@ def _fake_norm_backward(
     return _copies(h.shape, h, casts) + [h.new_empty(h.shape[-1:], dtype=torch.float32) for _ in range(sums)]
 
 
+def _fake_product(
+    a: torch.Tensor, a_scale: Maybe, a_block: list[int] | None, a_fmt: str | None, b: torch.Tensor, b_scale: Maybe,
+    b_block: list[int] | None, b_fmt: str | None, bias: Maybe, activation: str | None, hp_dtype: torch.dtype, *how: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    if how[-1] == "reference":
+        return _present(
+            _call_product(
+                products.gemm_quantize, a, a_scale, a_block, a_fmt, b, b_scale, b_block, b_fmt, bias, activation,
+                hp_dtype, *how,
+            )
+        )  # fmt: skip
+    rows, columns, casts = a.shape[0], b.shape[0], _casts(*how[:-1])
+    made = replace(casts, outputs=tuple(name for name in casts.outputs if name != "hp"))
+    out = _copies((rows, columns // (2 if activation == "swiglu" else 1)), a, made)
+    return out + ([a.new_empty((rows, columns), dtype=hp_dtype)] if "hp" in casts.outputs else [])
+
+
 for _op, _body, _fake in (
     ("activation_quantize", _activation, _fake_activation),
     ("activation_quantize_backward", _activation_backward, _fake_activation_backward),
     ("norm_quantize", _norm, _fake_norm),
     ("norm_quantize_backward", _norm_backward, _fake_norm_backward),
+    ("gemm_quantize", _product, _fake_product),
 ):
     torch.library.custom_op(f"mxfp8::{_op}", _body, mutates_args=(), schema=_SCHEMAS[_op] + _CASTS).register_fake(_fake)
 
@@ -213,10 +257,22 @@ def norm_quantize_backward(
     return _restored(casts, parts, (weight is not None, with_bias))
 
 
+def gemm_quantize(
+    backend: str, a: torch.Tensor, a_scale: Maybe, a_block: BlockShape | None, b: torch.Tensor, b_scale: Maybe,
+    b_block: BlockShape | None, *, bias: Maybe, activation: str | None, hp_dtype: torch.dtype, casts: Casts,
+) -> tuple[Maybe, ...]:  # fmt: skip
+    (a, a_fmt), (b, b_fmt) = as_bytes(a), as_bytes(b)
+    parts = torch.ops.mxfp8.gemm_quantize(
+        a, a_scale, a_block, a_fmt, b, b_scale, b_block, b_fmt, bias, activation, hp_dtype, *_flat(casts), backend
+    )
+    return _restored(casts, parts, ())
+
+
 OPERATORS: dict[str, Callable[..., Any]] = {
     "activation_quantize": activation_quantize,
     "activation_quantize_backward": activation_quantize_backward,
     "norm_quantize": norm_quantize,
     "norm_quantize_backward": norm_quantize_backward,
+    "gemm_quantize": gemm_quantize,
 }
 """``op -> function(backend, ...)`` for use inside a compiled region, on every backend."""
