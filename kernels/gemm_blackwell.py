@@ -144,7 +144,7 @@ def refused(a: torch.Tensor, b: torch.Tensor) -> str | None:
 def _by_torch(
     a: torch.Tensor, a_scale: torch.Tensor, a_block: Block, b: torch.Tensor, b_scale: torch.Tensor, b_block: Block,
     bias: torch.Tensor | None, out_dtype: torch.dtype, out: torch.Tensor | None, accumulate: bool,
-    activation: str | None,
+    activation: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The product by cuBLAS, which adds a bias of the output's own 16-bit dtype; any other one is added to a float32
     product."""
