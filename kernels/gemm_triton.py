@@ -216,10 +216,10 @@ def constants_of(a: Side, b: Side, K: int, out_dtype: torch.dtype, device: torch
     """The compile-time parameters of both kernels that do not depend on the tile's rows and columns.
 
     Raises:
-        TypeError: no operand is MX.
+        TypeError: no operand is MX, and one is float32.
     """
-    if a.fmt >= HP and b.fmt >= HP:
-        raise TypeError("at least one operand must have scales: for others use torch.matmul")
+    if a.fmt >= HP and b.fmt >= HP and FLOAT32 in (a.fmt, b.fmt):
+        raise TypeError("a float32 operand is multiplied with one that has scales: for others use torch.matmul")
     dtypes = (a.data.dtype, b.data.dtype)
     dot = tl.float16 if torch.float16 in dtypes else tl.bfloat16
     # As far along K as every scale reaches, and at most 128 bytes.

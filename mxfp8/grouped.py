@@ -1,31 +1,174 @@
-"""Grouped linear layers (experts) whose three products run in MXFP8: each group of rows times its own matrix.
+"""Groups of rows (those of an expert, say), each with a matrix of its own: the ops that need more than
+:func:`mxfp8.grouped_gemm`, and a linear layer whose three products run in MXFP8.
 
-=== fprop   Y[s:e]  = X[s:e]  @ W[g]^T
-=== dgrad   dX[s:e] = dY[s:e] @ W[g]
-=== wgrad   dW[g]   = dY[s:e]^T @ X[s:e]
+=== fprop   Y[s:e]  = X[s:e]  @ W[g]^T       X, W cast along K
+=== dgrad   dX[s:e] = dY[s:e] @ W[g]         dY, W cast along N
+=== wgrad   dW[g]   = dY[s:e]^T @ X[s:e]     dY, X cast along M, blocks anew in every group
+
+On a GPU the ends of the groups are never read on the host: a step waits for nothing, and a CUDA graph replays with new
+groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from mxfp8 import observe, ops
+from mxfp8 import dispatch, observe, ops
+from mxfp8.formats import (
+    BlockShape,
+    ElementFormat,
+    Rounding,
+    ScaleRule,
+    get_block,
+    get_format,
+    get_rounding,
+    get_scale_rule,
+)
 from mxfp8.linear import Operand, Plan, layer_plan, pack_weights, prepare, restore, unpack_weights
 from mxfp8.recipe import LinearRecipe, get_recipe
-from mxfp8.tensor import MXTensor
+from mxfp8.reference.hadamard import HADAMARD_SIZES
+from mxfp8.rng import RngKey
+from mxfp8.tensor import MXTensor, block_rc
 from mxfp8.weight_cache import WeightCache
 
-__all__ = ["MXFP8GroupedLinear"]
+__all__ = ["MXFP8GroupedLinear", "MXGroups", "grouped_wgrad", "quantize_grouped"]
+
+
+class MXGroups(NamedTuple):
+    """Groups of rows that were cast along their columns, one after the other, each padded with zeros to whole blocks.
+
+    Attributes:
+        q: ``[P, C]``, scaled along axis -2. P is a bound that follows from the shapes; what is past the last group is
+            zero.
+        starts: int32 ``[G + 1]``, where each group starts in ``q``, and where the last one ends.
+    """
+
+    q: MXTensor
+    starts: torch.Tensor
+
+
+def quantize_grouped(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    fmt: str | ElementFormat = "e4m3",
+    block: BlockShape = (1, 32),
+    scale_rule: str | ScaleRule = "rceil",
+    rounding: str | Rounding = "nearest",
+    seed: int | RngKey | None = None,
+    backend: str = "auto",
+    *,
+    satfinite: bool = False,
+    hadamard: int | None = None,
+    hadamard_seed: int = 0,
+) -> MXGroups:
+    """Quantise the rows of each group of ``x`` along its columns (axis -2): what :func:`grouped_wgrad` multiplies.
+
+    Args:
+        x: ``[M, C]``, as :func:`mxfp8.quantize`.
+        offs: as :func:`mxfp8.grouped_gemm`. Rows past ``offs[-1]`` are not read.
+        fmt, block, scale_rule, rounding, seed, backend, satfinite: as :func:`mxfp8.quantize`.
+        hadamard: None, or the size of a random Hadamard transform of each group's columns that goes before the cast, as
+            :func:`mxfp8.hadamard` with ``hadamard_seed``.
+
+    Returns:
+        :class:`MXGroups`. The rows of group g, from ``starts[g]`` on, are bit for bit
+        ``quantize(x[s:e], axis=-2, ...)``; they are padded to a multiple of the block or, if that is larger, of
+        ``hadamard``.
+
+    Raises:
+        ValueError, TypeError: as :func:`mxfp8.quantize` and :func:`mxfp8.grouped_gemm`; ``x`` not 2-D.
+
+    **Numerics.** As :func:`mxfp8.quantize`. Random bits belong to rows of ``x``: those of a group do not depend on the
+    others'.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"quantize_grouped takes x[M, C], not {tuple(x.shape)}")
+    if x.dtype not in ops.FLOAT_DTYPES:
+        raise TypeError(f"quantize_grouped takes a float32, bfloat16, float16 or float64 tensor, not {x.dtype}")
+    ops.check_offsets(offs, None, x)
+    mode, key = get_rounding(rounding), RngKey(seed=seed) if isinstance(seed, int) else seed
+    if mode is Rounding.STOCHASTIC and not isinstance(key, RngKey):
+        raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
+    if hadamard is not None and hadamard not in HADAMARD_SIZES:
+        raise ValueError(f"hadamard is {hadamard!r}: use None or one of {', '.join(map(str, HADAMARD_SIZES))}")
+    block, form, rule = get_block(block), get_format(fmt), get_scale_rule(scale_rule)
+    run = dispatch.resolve("quantize_grouped", backend, x.device)
+    qdata, scale, starts = run(
+        x.detach(), offs, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite,
+        hadamard=hadamard, hadamard_seed=hadamard_seed,
+    )  # fmt: skip
+    return MXGroups(MXTensor.trusted(qdata, scale, form, -2, block), starts)
+
+
+def grouped_wgrad(
+    a: MXGroups | torch.Tensor,
+    b: MXGroups | torch.Tensor,
+    offs: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Sums over the rows of each group: ``out[g] = a[s:e].T @ b[s:e]``, the weight gradients of a grouped product.
+
+    Args:
+        a, b: ``[M, N]`` and ``[M, K]`` as :func:`quantize_grouped` cast them with the same ``offs``; one of them may be
+            a float32, bfloat16 or float16 tensor.
+        offs: as :func:`mxfp8.grouped_gemm`; needed beside a tensor in high precision.
+        out_dtype: float32, bfloat16 or float16.
+
+    Returns:
+        ``[G, N, K]`` of ``out_dtype``; zeros for a group without rows.
+
+    Raises:
+        ValueError: different numbers of groups; a tensor in high precision that is not 2-D, or without ``offs``.
+        TypeError: as :func:`mxfp8.gemm`.
+
+    **Numerics.** As :func:`mxfp8.gemm`, group by group. Padding adds zeros.
+    """
+    if out_dtype not in ops.OUT_DTYPES:
+        raise TypeError(f"grouped_wgrad: out_dtype is {out_dtype}, use float32, bfloat16 or float16")
+    if not isinstance(a, MXGroups) and not isinstance(b, MXGroups):
+        raise TypeError("grouped_wgrad needs at least one operand from quantize_grouped")
+    for name, x in (("a", a), ("b", b)):
+        if isinstance(x, MXGroups):
+            continue
+        if not isinstance(x, torch.Tensor) or x.dtype not in ops.OUT_DTYPES:
+            got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"grouped_wgrad: {name} is {got}, use MXGroups or a float32, bfloat16 or float16 tensor")
+        if x.ndim != 2 or offs is None:
+            raise ValueError(f"grouped_wgrad: {name} is in high precision: it takes [M, N] and offs")
+        ops.check_offsets(offs, None, x)
+    parts = [*_columns(a, offs), *_columns(b, offs)]
+    if len(parts[3]) != len(parts[7]) or parts[0].device != parts[4].device:
+        raise ValueError(
+            f"grouped_wgrad: a has {len(parts[3]) - 1} groups on {parts[0].device}, b {len(parts[7]) - 1} on "
+            f"{parts[4].device}"
+        )
+    with torch.no_grad():
+        out: torch.Tensor = dispatch.resolve("grouped_wgrad", backend, parts[0].device)(*parts, out_dtype=out_dtype)
+    return out
+
+
+def _rows(x: Operand) -> tuple[Any, ...]:
+    """Plain tensors for a backend: data, scale bytes, (rows, columns) of a block."""
+    return (x.qdata, x.scale_bytes, block_rc(x.block, x.axis)) if isinstance(x, MXTensor) else (x, None, None)
+
+
+def _columns(x: MXGroups | torch.Tensor, offs: torch.Tensor | None) -> tuple[Any, ...]:
+    """Plain tensors for a backend: data, scale bytes, (rows, columns) of a block, starts of the groups."""
+    if isinstance(x, MXGroups):
+        return x.q.qdata, x.q.scale_bytes, block_rc(x.q.block, x.q.axis), x.starts
+    assert offs is not None
+    return x, None, None, F.pad(offs.clamp(0, len(x)).to(torch.int32), (1, 0))
 
 
 class _GroupedFunction(torch.autograd.Function):
-    """``y[s:e] = x[s:e] @ weight[g].T``. Blocks along M start anew with every group, so wgrad casts group by group."""
+    """``y[s:e] = x[s:e] @ weight[g].T``. Blocks along M start anew with every group."""
 
     @staticmethod
     def forward(
@@ -37,14 +180,13 @@ class _GroupedFunction(torch.autograd.Function):
         if plan.needs_dgrad:
             saved += [w_dgrad.qdata, w_dgrad.scale_bytes] if isinstance(w_dgrad, MXTensor) else [w_dgrad]
         if plan.needs_wgrad and plan.recipe.saves_mx_activations:
-            for start, stop in _ranges(offs):
-                q = plan.cast(x[start:stop], "wgrad", "input", -2, start)
-                assert isinstance(q, MXTensor)
-                saved += [q.qdata, q.scale_bytes]
+            groups = _cast(plan, x, offs, "input")
+            assert isinstance(groups, MXGroups)
+            saved += [groups.starts, groups.q.qdata, groups.q.scale_bytes]
         elif plan.needs_wgrad:
             saved += [x]
         ctx.save_for_backward(offs, *saved)
-        ctx.plan, ctx.x_dtype, ctx.w_dtype, ctx.w_shape = plan, x.dtype, weight.dtype, weight.shape
+        ctx.plan, ctx.x_dtype, ctx.w_dtype = plan, x.dtype, weight.dtype
         return y
 
     @staticmethod
@@ -58,20 +200,27 @@ class _GroupedFunction(torch.autograd.Function):
             w_dgrad = restore(saved, recipe.dgrad.rhs, -2)
             dx = _grouped(plan, "dgrad", plan.cast(dy, "dgrad", "grad_output", -1), w_dgrad.mT, offs, ctx.x_dtype)
         if plan.needs_wgrad:
-            dw = dy.new_zeros(ctx.w_shape, dtype=ctx.w_dtype)
-            for g, (start, stop) in enumerate(_ranges(offs)):
-                if recipe.saves_mx_activations:
-                    x_g = restore(saved, recipe.wgrad.rhs, -2)
-                else:
-                    x_g = plan.cast(saved[0][start:stop], "wgrad", "input", -2, start)
-                dy_g = plan.cast(dy[start:stop], "wgrad", "grad_output", -2, start)
-                dw[g] = plan.gemm("wgrad", dy_g.mT, x_g.mT, ctx.w_dtype)
+            x_wgrad: MXGroups | torch.Tensor
+            if recipe.saves_mx_activations:
+                starts = saved.pop(0)
+                q = restore(saved, recipe.wgrad.rhs, -2)
+                assert isinstance(q, MXTensor)
+                x_wgrad = MXGroups(q, starts)
+            else:
+                x_wgrad = _cast(plan, saved[0], offs, "input")
+            dw = _wgrad(plan, _cast(plan, dy, offs, "grad_output"), x_wgrad, offs, ctx.w_dtype)
         return dx, dw, *(None for _ in ctx.needs_input_grad[2:])
 
 
+# On a layer's offsets, which its forward has checked: nothing here checks them again.
+
+
 def _grouped(plan: Plan, gemm: str, a: Operand, b: Operand, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(a, MXTensor) or isinstance(b, MXTensor):
-        out = ops.grouped_gemm(a, b, offs, out_dtype)
+    """fprop or dgrad: the rows of each group of ``a`` times its matrix, by the MX contract if either operand is MX,
+    else in the operands' dtype."""
+    if isinstance(a, MXTensor) or isinstance(b, MXTensor) or _by_kernel(a):
+        b = b if isinstance(b, MXTensor) or isinstance(a, MXTensor) else b.to(a.dtype)
+        out = dispatch.resolve("grouped_gemm", "auto", a.device)(*_rows(a), *_rows(b), offs=offs, out_dtype=out_dtype)
     else:
         out = a.new_zeros(a.shape[0], b.shape[1])
         for g, (start, stop) in enumerate(_ranges(offs)):
@@ -79,6 +228,73 @@ def _grouped(plan: Plan, gemm: str, a: Operand, b: Operand, offs: torch.Tensor, 
         out = out.to(out_dtype)
     if observe.active():
         observe.emit(observe.GemmEvent(layer=plan.layer, gemm=gemm, a=a, b=b, out=out, offs=offs))
+    return out  # type: ignore[no-any-return]
+
+
+def _cast(plan: Plan, x: torch.Tensor, offs: torch.Tensor, operand: str) -> MXGroups | torch.Tensor:
+    """``x`` as wgrad multiplies it; as it is if it stays in high precision."""
+    spec = plan.spec("wgrad", operand)
+    if spec is None:
+        return x
+    fmt = get_format(spec.fmt)
+    qdata, scale, starts = dispatch.resolve("quantize_grouped", "auto", x.device)(
+        x, offs, fmt=fmt, block=spec.block, scale_rule=get_scale_rule(spec.scale_rule),
+        rounding=get_rounding(spec.rounding), satfinite=False, hadamard=spec.hadamard, hadamard_seed=plan.recipe.seed,
+        key=plan.random_key("wgrad", operand) if spec.rounding == "stochastic" else None,
+    )  # fmt: skip
+    groups = MXGroups(MXTensor.trusted(qdata, scale, fmt, -2, spec.block), starts)
+    if observe.active():
+        for (start, stop), q in zip(_ranges(offs), _each_cast(groups, offs, spec.hadamard), strict=True):
+            rows = x[start:stop]
+            if spec.hadamard is not None:
+                rows = ops.hadamard(rows, -2, spec.hadamard, plan.recipe.seed)
+            plan.watch_cast("wgrad", operand, rows, q)
+    return groups
+
+
+def _wgrad(
+    plan: Plan, dy: MXGroups | torch.Tensor, x: MXGroups | torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    if isinstance(dy, MXGroups) or isinstance(x, MXGroups) or _by_kernel(dy):
+        x = x if isinstance(x, MXGroups) or isinstance(dy, MXGroups) else x.to(dy.dtype)
+        dw: torch.Tensor = dispatch.resolve("grouped_wgrad", "auto", offs.device)(
+            *_columns(dy, offs), *_columns(x, offs), out_dtype=out_dtype
+        )
+    else:
+        dw = dy.new_zeros(len(offs), dy.shape[1], x.shape[1], dtype=out_dtype)
+        for g, (start, stop) in enumerate(_ranges(offs)):
+            dw[g] = F.linear(dy[start:stop].mT, x[start:stop].mT.to(dy.dtype))
+    if observe.active():
+        spec = plan.recipe.wgrad.lhs  # both sides are transformed or none is
+        hadamard = None if spec is None else spec.hadamard
+        sides = zip(_each(dy, offs, hadamard), _each(x, offs, hadamard), strict=True)
+        for g, (a, b) in enumerate(sides):
+            observe.emit(observe.GemmEvent(layer=plan.layer, gemm="wgrad", a=a.mT, b=b.mT, out=dw[g]))
+    return dw
+
+
+def _by_kernel(x: torch.Tensor | MXTensor | MXGroups) -> bool:
+    """Whether a product of two tensors in high precision goes to a kernel, which does not read offsets on the host."""
+    return isinstance(x, torch.Tensor) and x.is_cuda and x.dtype != torch.float32
+
+
+# For those who watch: group by group, with ends that are read on the host.
+
+
+def _each(x: MXGroups | torch.Tensor, offs: torch.Tensor, hadamard: int | None) -> Sequence[Operand]:
+    if isinstance(x, MXGroups):
+        return _each_cast(x, offs, hadamard)
+    return [x[start:stop] for start, stop in _ranges(offs)]
+
+
+def _each_cast(x: MXGroups, offs: torch.Tensor, hadamard: int | None) -> list[MXTensor]:
+    """The rows of each group as far as they hold something."""
+    q, step, tall = x.q, hadamard or 1, x.q.block[1]
+    out = []
+    for at, (start, stop) in zip(x.starts.tolist(), _ranges(offs), strict=False):
+        rows = -(-(stop - start) // step) * step
+        scale = q.scale_bytes[at // tall : -(-(at + rows) // tall)]
+        out.append(MXTensor.trusted(q.qdata[at : at + rows], scale, q.fmt, -2, q.block))
     return out
 
 
@@ -98,6 +314,9 @@ class MXFP8GroupedLinear(nn.Module):
     Shape: input ``[M, in_features]`` and ``offs`` (int32 or int64 ``[num_groups]``, ends of the groups' rows, torch's
     convention) to ``[M, out_features]``. Groups may be empty, their weight gradient is then zero; rows past
     ``offs[-1]`` give zeros and get zero gradients.
+
+    On a GPU nothing reads ``offs`` on the host, except where someone watches (an audit) and where a recipe leaves both
+    operands of a product in float32. Bad offsets stop the device with an assertion, as an index out of bounds does.
 
     **Numerics.** As :class:`~mxfp8.MXFP8Linear`, group by group: a group's result does not depend on its neighbours.
     """
@@ -139,7 +358,7 @@ class MXFP8GroupedLinear(nn.Module):
         x = prepare(input, self.weight, self.in_features, self.fqn)
         if x.ndim != 2:
             raise ValueError(f"grouped linear takes input [M, {self.in_features}], not {tuple(x.shape)}")
-        ops.check_offsets(offs, self.num_groups, x.shape[0])
+        ops.check_offsets(offs, self.num_groups, x)
         plan = layer_plan(self.recipe, self.fqn, self.weight, x)
         weights = pack_weights(plan, self.weight, self._cache)
         y: torch.Tensor = _GroupedFunction.apply(x, self.weight, offs, plan, *weights)  # type: ignore[no-untyped-call]

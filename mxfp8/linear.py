@@ -70,14 +70,16 @@ class Plan:
             return x
         if spec.hadamard is not None:
             x = ops.hadamard(x, axis, spec.hadamard, self.recipe.seed)
-        key = None
-        if spec.rounding == "stochastic":
-            stream = _stream(self.layer, _STREAMS[gemm, operand])
-            step = step_tensor() if torch.compiler.is_compiling() else get_step()
-            key = RngKey(seed=self.recipe.seed, step=step, stream=stream, row_offset=row_offset)
+        key = self.random_key(gemm, operand, row_offset) if spec.rounding == "stochastic" else None
         q = ops.quantize(x, axis, spec.fmt, spec.block, spec.scale_rule, spec.rounding, key)
         self.watch_cast(gemm, operand, x, q)
         return q
+
+    def random_key(self, gemm: str, operand: str, row_offset: int = 0) -> RngKey:
+        """Of the random bits that round this operand of this GEMM in this step."""
+        stream = _stream(self.layer, _STREAMS[gemm, operand])
+        step = step_tensor() if torch.compiler.is_compiling() else get_step()
+        return RngKey(seed=self.recipe.seed, step=step, stream=stream, row_offset=row_offset)
 
     def cast_both(self, x: torch.Tensor, rows: tuple[str, str], columns: tuple[str, str]) -> tuple[Operand, Operand]:
         """``x`` cast along its rows for one GEMM's operand and along its columns for another's, in one pass if the two

@@ -29,6 +29,7 @@ from mxfp8.reference.fused import (
     norm_quantize_backward,
 )
 from mxfp8.reference.gemm import gemm, gemm_quantize, grouped_gemm
+from mxfp8.reference.grouped import check_offsets, grouped_wgrad, quantize_grouped
 from mxfp8.reference.hadamard import hadamard
 from mxfp8.reference.optim import adamw, rowwise_adagrad
 from mxfp8.reference.quantize import quantize, quantize_both
@@ -47,6 +48,9 @@ OPS = (
     "gemm",
     "gemm_quantize",
     "grouped_gemm",
+    "grouped_wgrad",
+    "quantize_grouped",
+    "check_offsets",
     "jagged_attention",
     "generalized_attention",
     "block_attention",
@@ -66,6 +70,9 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {
     ("gemm", "reference"): gemm,
     ("gemm_quantize", "reference"): gemm_quantize,
     ("grouped_gemm", "reference"): grouped_gemm,
+    ("grouped_wgrad", "reference"): grouped_wgrad,
+    ("quantize_grouped", "reference"): quantize_grouped,
+    ("check_offsets", "reference"): check_offsets,
     ("jagged_attention", "reference"): jagged_attention,
     ("generalized_attention", "reference"): generalized_attention,
     ("block_attention", "reference"): block_attention,
@@ -79,6 +86,8 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {
 _FILES = {
     "quantize_both": "quantize",
     "gemm_quantize": "gemm",
+    "grouped_wgrad": "grouped_gemm",
+    "check_offsets": "grouped_gemm",
     "activation_quantize_backward": "activation_quantize",
     "norm_quantize_backward": "norm_quantize",
     "adamw": "optim",

@@ -194,7 +194,7 @@ PRODUCT_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="offsets_beyond_the_rows",
-        file="mxfp8/ops.py",
+        file="mxfp8/reference/grouped.py",
         old="if not before <= end <= rows:",
         new="if not before <= end:",
         test="numerics_tests/test_grouped.py::test_bad_offsets_are_named",
