@@ -139,6 +139,17 @@ def _is_rhs(gemm: str, operand: str) -> bool:
     return operand == "weight" or (gemm, operand) == ("wgrad", "input")
 
 
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As torch's ``once_differentiable``, which costs as much as a launch, but free where no graph is made."""
+    guarded = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def chosen(ctx: Any, *grads: torch.Tensor) -> Any:
+        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return chosen
+
+
 class _LinearFunction(torch.autograd.Function):
     """``y = x @ weight.T + bias`` on 2-D ``x``. ``*weights`` are the two quantised weights, flattened: a custom
     function sees plain tensors only.
@@ -169,7 +180,7 @@ class _LinearFunction(torch.autograd.Function):
         return y  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad

@@ -24,10 +24,19 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from mxfp8.linear import MXFP8Linear, Operand, Plan, check_weight, pack_weights, plan_of, prepare, unpack_weights
+from mxfp8.linear import (
+    MXFP8Linear,
+    Operand,
+    Plan,
+    check_weight,
+    differentiable_once,
+    pack_weights,
+    plan_of,
+    prepare,
+    unpack_weights,
+)
 from mxfp8.producers import Names, as_mx, operands, run_op
 from mxfp8.recipe import HP, CastSpec, LinearRecipe, get_recipe
 from mxfp8.reference.fused import ACTIVATIONS
@@ -179,7 +188,7 @@ class _MLPFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: _MLPPlan = ctx.plan
         fc1, fc2, saved = plan.fc1, plan.fc2, _Saved(*ctx.saved_tensors)

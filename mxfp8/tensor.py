@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 
 from mxfp8.formats import BLOCK_SHAPES, SCALE_DTYPE, BlockShape, ElementFormat, get_block, get_format
 
-__all__ = ["MXTensor", "block_rc", "cat", "dequantize", "rounded", "scale_shape", "scale_values"]
+__all__ = ["MXTensor", "assembled", "block_rc", "cat", "dequantize", "rounded", "scale_shape", "scale_values"]
 
 
 def block_rc(block: BlockShape, axis: int) -> tuple[int, int]:
@@ -162,16 +162,10 @@ class MXTensor:
         cls, qdata: torch.Tensor, scale_bytes: torch.Tensor, fmt: ElementFormat, axis: int, block: BlockShape
     ) -> MXTensor:
         """Without the checks, which cost as much as a launch: for parts that a kernel has just made to measure."""
+        if not torch.compiler.is_compiling():
+            return assembled(qdata, scale_bytes, fmt, axis, block)
         out = object.__new__(cls)
-        if torch.compiler.is_compiling():
-            out._set(qdata, scale_bytes, fmt, axis, block)
-            return out
-        set_qdata, set_scale_bytes, set_fmt, set_axis, set_block = _SETTERS  # half the time of object.__setattr__
-        set_qdata(out, qdata)
-        set_scale_bytes(out, scale_bytes)
-        set_fmt(out, fmt)
-        set_axis(out, axis)
-        set_block(out, block)
+        out._set(qdata, scale_bytes, fmt, axis, block)
         return out
 
     def _set(
@@ -415,7 +409,24 @@ class MXTensor:
         return own[func](*args, **named)
 
 
-_SETTERS = tuple(MXTensor.__dict__[name].__set__ for name in MXTensor.__slots__)
+# A third of the time of object.__setattr__; torch.compile does not know them.
+_new = object.__new__
+_set_qdata, _set_scale_bytes, _set_fmt, _set_axis, _set_block = (
+    MXTensor.__dict__[name].__set__ for name in ("qdata", "scale_bytes", "fmt", "axis", "block")
+)
+
+
+def assembled(
+    qdata: torch.Tensor, scale_bytes: torch.Tensor, fmt: ElementFormat, axis: int, block: BlockShape
+) -> MXTensor:
+    """:meth:`MXTensor.trusted` outside ``torch.compile``, where a call takes no longer than a small kernel's launch."""
+    out = _new(MXTensor)
+    _set_qdata(out, qdata)
+    _set_scale_bytes(out, scale_bytes)
+    _set_fmt(out, fmt)
+    _set_axis(out, axis)
+    _set_block(out, block)
+    return out
 
 
 def cat(tensors: Sequence[MXTensor], dim: int = 0) -> MXTensor:

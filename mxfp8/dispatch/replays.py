@@ -34,21 +34,21 @@ def key(op: str, tensors: Iterable[torch.Tensor], *rest: Hashable) -> tuple[Hash
     for tensors that kernels cannot read as they are: subclasses, wrappers, sparse ones."""
     if torch.compiler.is_compiling():
         return None
-    known: tuple[Hashable, ...] = (op, rest)
+    known: list[Hashable] = [op, rest]
     try:
         for x in tensors:
             if type(x) not in _PLAIN:
                 return None
-            known += (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16)
+            known += x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16
     except RuntimeError:
         return None
-    return known
+    return tuple(known)
 
 
 def again(key: Hashable, *inputs: torch.Tensor) -> Any:
     """What the op gives for ``inputs``, by replaying a call with this ``key``; None where the op itself must run."""
     try:
-        found = None if key is None else _replays.get(key)
+        found = _replays.get(key)
     except TypeError:  # an argument that cannot be hashed is of a wrong type, for the op's checks to name
         return None
     return None if found is None else found(*inputs)
