@@ -2,8 +2,20 @@
 
 Two calls of an op on tensors of the same dtypes, shapes, strides and alignment differ in nothing but addresses: they
 allocate the same outputs and launch the same compiled kernels with the same integers. :func:`record` runs an op once
-and writes that down; the :class:`Replay` that comes of it does only that, for a third of the host time. Whatever the op
-makes for its own use lies in one allocation there.
+and writes that down as the source of a function: allocations, addresses, launches, results, one line each. To run that
+takes a third of the host time. Whatever the op makes for its own use lies in one allocation there::
+
+    def replay(x0):
+        if get_device() != 0 or knobs.runtime.launch_enter_hook.calls:
+            return None
+        x1 = allocate((64, 256), (256, 1), c0)
+        x2 = allocate((64, 8), (1, 64), c1)
+        a0 = x0.data_ptr()
+        a1 = x1.data_ptr()
+        a2 = x2.data_ptr()
+        stream = get_stream(0)
+        c2(8, 1, 1, stream, 94512, False, False, None, None, c3, None, None, None, a0, a1, a2, 64, 256)
+        return x1, x2
 
 What cannot be repeated so is noticed, and :func:`record` then gives no replay: any operator of torch other than views
 and uninitialised allocations, a kernel that was not launched through :mod:`_launch`, an address inside a tensor.
@@ -15,8 +27,7 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,15 +42,20 @@ _ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided
 _MAX_MAPS = 256  # of a TMA argument: one for each address that a caching allocator hands out again and again
 _ALIGNMENT = 512  # bytes, of tensors that share an allocation: what CUDA's caching allocator gives
 
-Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Size, stride and dtype of a tensor."""
+
+Replay = Callable[..., Any]
+"""The host side of an op for inputs like those it was recorded with: takes them and gives what the op gives. None, with
+nothing done, where only the op itself will do: on another device than the current one, or while a profiler watches
+launches. Its ``__doc__`` is its source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """A TMA descriptor among the arguments: of the ``source``-th tensor, made by ``fill(address, *parameters)``. It
-    depends on nothing else, so that those of addresses that were seen before can be used again."""
+    """TMA descriptors of one argument, made by ``fill(address, *parameters)``. They depend on nothing else, so that
+    those of addresses that were seen before can be used again."""
 
-    source: int
     fill: Callable[..., Any]
     parameters: tuple[Any, ...]
     made: dict[int, Any] = field(default_factory=dict)
@@ -50,69 +66,6 @@ class Map:
             self.made.clear()
         made = self.made[address] = self.fill(address, *self.parameters)
         return made
-
-
-class Launch(NamedTuple):
-    """One launch: ``run(*grid, stream, *fixed, *pick(values), *tail)``, with the values of :class:`Replay`; ``tail``
-    are the last arguments, the same every time."""
-
-    run: Callable[..., Any]
-    grid: tuple[int, int, int]
-    fixed: tuple[Any, ...]
-    pick: Callable[[Sequence[Any]], tuple[Any, ...]]
-    tail: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """The host side of an op for inputs like those it was recorded with.
-
-    Arguments of launches are picked from these values: the addresses of all tensors (inputs, then allocations), the
-    addresses of ``parts``, TMA descriptors, constants.
-
-    Attributes:
-        index: of the device.
-        allocations: size, stride and dtype of each tensor that is made.
-        parts: where inside the last allocation the tensors begin that only the op itself sees.
-        maps: the TMA descriptors.
-        constants: what does not depend on an address.
-        launches: in order.
-        views: what to make of tensors that are not results as they are: number (inputs first, then allocations), size,
-            stride, dtype.
-        results: takes the op's result, or a tuple of them, from all tensors and, as the last, None.
-    """
-
-    index: int | None
-    allocations: tuple[Allocation, ...]
-    parts: tuple[int, ...]
-    maps: tuple[Map, ...]
-    constants: tuple[Any, ...]
-    launches: tuple[Launch, ...]
-    views: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    results: Callable[[Sequence[Any]], Any]
-
-    def __call__(self, *inputs: torch.Tensor) -> Any:
-        """What the op gives; None, with nothing done, where only the op itself will do: on another device than the
-        current one, or while a profiler watches launches."""
-        index = self.index
-        if _get_device() != index or knobs.runtime.launch_enter_hook.calls:
-            return None
-        allocate = _launch.allocate
-        tensors: list[Any] = [*inputs, *[allocate(*a) for a in self.allocations]]
-        values: list[Any] = [tensor.data_ptr() for tensor in tensors]
-        if self.parts:
-            shared = values[-1]
-            values += [shared + offset for offset in self.parts]
-        if self.maps:
-            values += [m.made.get(values[m.source]) or m.make(values[m.source]) for m in self.maps]
-        values += self.constants
-        stream = _get_stream(index)
-        for run, grid, fixed, pick, tail in self.launches:
-            run(*grid, stream, *fixed, *pick(values), *tail)
-        for i, size, stride, dtype in self.views:
-            tensors[i] = tensors[i].as_strided(size, stride).view(dtype)
-        tensors.append(None)
-        return self.results(tensors)
 
 
 class _Recorder(TorchDispatchMode):
@@ -167,103 +120,116 @@ def record(op: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> tuple[Any, 
     finally:
         _launch.watcher.active = None
         hooks.remove(recorder.hook)
-    return out, _replay(recorder, (out,) if isinstance(out, torch.Tensor) else out, len(inputs))
+    return out, _replay(recorder, out, len(inputs))
 
 
-def _replay(recorder: _Recorder, results: Sequence[torch.Tensor | None], inputs: int) -> Replay | None:
+def _replay(recorder: _Recorder, out: Any, inputs: int) -> Replay | None:
+    results: Sequence[torch.Tensor | None] = (out,) if isinstance(out, torch.Tensor) else out
     tensors = recorder.tensors
     where = {t.data_ptr(): i for i, t in enumerate(tensors)}
     complete = len(recorder.launches) == recorder.count > 0 and 0 not in where
     if recorder.foreign or not complete or len(where) != len(tensors):
         return None
     sources = [None if r is None else where.get(r.data_ptr(), -1) for r in results]
-    made_of = [(i, r) for i, r in zip(sources, results, strict=True) if i is not None and r is not None]
-    if len({i for i, _ in made_of}) != len(made_of):
+    made_of = {i: r for i, r in zip(sources, results, strict=True) if i is not None and r is not None}
+    if len(made_of) != sum(r is not None for r in results):
         return None
-    if any(i < 0 or tensors[i].itemsize != r.itemsize for i, r in made_of):
+    if any(i < 0 or tensors[i].itemsize != r.itemsize for i, r in made_of.items()):
         return None
-    own = sorted({*range(inputs), *(i for i, _ in made_of)})  # inputs and results have a tensor each
-    forms = {i: _form(tensors[i]) for i in own}
-    views = []
-    for i, result in made_of:
-        if i >= inputs and forms[i][:2] == _form(result)[:2]:
+    writer = _Writer(where)
+    launches = [writer.launch(seen) for seen in recorder.launches]
+    if None in launches:
+        return None
+    index = recorder.launches[0].device_index
+    lines = [f"if get_device() != {index} or knobs.runtime.launch_enter_hook.calls:", "    return None"]
+    forms = {i: _form(tensors[i]) for i in range(len(tensors)) if i < inputs or i in made_of}
+    for i, result in made_of.items():
+        if i >= inputs and forms[i][:2] == _form(result)[:2]:  # a view of another dtype: allocated as that
             forms[i] = _form(result)
-        elif forms[i] != _form(result):
-            views.append((own.index(i), *_form(result)))
-    allocations = [forms[i] for i in own[inputs:]]
-    places = {tensors[i].data_ptr(): place for place, i in enumerate(own)}
-    parts, size = [], 0
-    for i in sorted({*range(len(tensors))} - {*own}):  # all others share one
-        places[tensors[i].data_ptr()] = len(own) + 1 + len(parts)
-        parts.append(size)
-        size += -(-tensors[i].untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
-    if parts:
-        allocations.append(((size,), (1,), torch.uint8))
-    arguments = _Arguments(places, len(own) + bool(parts) + len(parts))
-    if not all(arguments.add(seen) for seen in recorder.launches):
-        return None
-    return Replay(
-        recorder.launches[0].device_index, tuple(allocations), tuple(parts), tuple(arguments.maps),
-        tuple(arguments.constants), arguments.launches(), tuple(views),
-        itemgetter(*(-1 if i is None else own.index(i) for i in sources)),
-    )  # fmt: skip
+    lines += [f"x{i} = allocate({writer.named(*form)})" for i, form in forms.items() if i >= inputs]
+    lines += [f"a{i} = x{i}.data_ptr()" for i in forms]
+    lines += _shared(writer, {i: t for i, t in enumerate(tensors) if i not in forms})
+    lines += [*writer.maps, f"stream = get_stream({index})", *(line for line in launches if line is not None)]
+    taken = ["None" if i is None else writer.result(i, forms[i], _form(made_of[i])) for i in sources]
+    lines += [f"return {', '.join(taken)}{',' * (len(taken) == 1 and not isinstance(out, torch.Tensor))}"]
+    return writer.function([f"x{i}" for i in range(inputs)], lines)
 
 
-def _form(tensor: torch.Tensor) -> Allocation:
+def _form(tensor: torch.Tensor) -> Form:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-class _Arguments:
-    """Arguments of launches by their places among the values of a replay. ``places``: of addresses; ``count``: how many
-    values there are before the descriptors."""
+def _shared(writer: _Writer, tensors: dict[int, torch.Tensor]) -> list[str]:
+    """Lines that make one allocation for ``tensors``, which nobody but the op itself sees."""
+    lines, size = [], 0
+    for i, tensor in tensors.items():
+        lines.append(f"a{i} = shared + {size}")
+        size += -(-tensor.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+    made = [f"room = allocate({writer.named((size,), (1,), torch.uint8)})", "shared = room.data_ptr()"]
+    return [*made, *lines] if lines else []
 
-    def __init__(self, places: dict[int, int], count: int) -> None:
-        self.places, self.count = places, count
-        self.maps: list[Map] = []
-        self.constants: list[Any] = []
-        self._taken: list[tuple[Callable[..., Any], _launch.Seen, list[tuple[str, int]], tuple[Any, ...]]] = []
 
-    def add(self, seen: _launch.Seen) -> bool:
-        """Take a launch apart. False if an argument is no known tensor's address, or the launcher is unknown."""
+class _Writer:
+    """Writes the source of a replay, in which ``a<i>`` is the address of the ``i``-th tensor. ``where`` says which one
+    lies at an address. Numbers are written as they are, other constants by a name."""
+
+    def __init__(self, where: dict[int, int]) -> None:
+        self.where = where
+        self.maps: list[str] = []  # lines that look up TMA descriptors
+        self.names: dict[str, Any] = {
+            "allocate": _launch.allocate, "get_device": _get_device, "get_stream": _get_stream, "knobs": knobs,
+        }  # fmt: skip
+
+    def named(self, *values: Any) -> str:
+        """``values`` as arguments of a call."""
+        texts = []
+        for value in values:
+            parts = value if type(value) is tuple else (value,)
+            if all(part is None or type(part) in (int, bool) for part in parts):
+                texts.append(repr(value))
+                continue
+            texts.append(f"c{len(self.names)}")
+            self.names[texts[-1]] = value
+        return ", ".join(texts)
+
+    def launch(self, seen: _launch.Seen) -> str | None:
+        """The line that launches again; None if an argument is no known tensor, or the launcher is unknown."""
         run, metas = seen.direct.run, []
         if any(hasattr(arg, "block_shape") for arg in seen.args):  # Triton would make descriptors anew at every launch
             inside = inspect.getclosurevars(run).nonlocals
             run, metas = inside.get("launcher"), list(inside.get("tensordesc_meta") or ())
             if run is None:
-                return False
-        order: list[tuple[str, Any]] = []
+                return None
+        arguments = [self.named(*seen.grid), "stream", self.named(*seen.direct.fixed)]
         for arg in seen.args:
             tensor = arg.base if hasattr(arg, "block_shape") else arg
             if not isinstance(tensor, torch.Tensor):
-                order.append(("constant", arg))
+                arguments.append(self.named(arg))
                 continue
-            place = self.places.get(tensor.data_ptr())
-            if place is None:
-                return False
+            i = self.where.get(tensor.data_ptr())
+            if i is None:
+                return None
             if tensor is arg:
-                order.append(("address", place))
+                arguments.append(f"a{i}")
                 continue
             if not metas or metas[0] is None or metas[0]["fp4_padded"]:
-                return False
-            order.append(("map", len(self.maps)))
-            self.maps.append(Map(place, *_launch.descriptor(arg, metas.pop(0))))
-            order += [("constant", number) for number in (*arg.shape, *arg.strides)]
-        last = max((i for i, (kind, _) in enumerate(order) if kind != "constant"), default=0) + 1
-        if last < 2:  # itemgetter gives a tuple of two or more
-            return False
-        taken = []
-        for kind, value in order[:last]:
-            if kind == "constant":
-                self.constants.append(value)
-                value = len(self.constants) - 1
-            taken.append((kind, value))
-        self._taken.append((run, seen, taken, (*(value for _, value in order[last:]), *seen.direct.values)))
-        return True
+                return None
+            found = Map(*_launch.descriptor(arg, metas.pop(0)))
+            name = f"m{len(self.maps)}"
+            self.maps.append(f"{name} = {self.named(found.made)}.get(a{i}) or {self.named(found.make)}(a{i})")
+            arguments += [name, self.named(*arg.shape, *arg.strides)]
+        arguments += [self.named(*seen.direct.values)] if seen.direct.values else []
+        return f"{self.named(run)}({', '.join(arguments)})"
 
-    def launches(self) -> tuple[Launch, ...]:
-        """All that were added."""
-        first = {"address": 0, "map": self.count, "constant": self.count + len(self.maps)}
-        return tuple(
-            Launch(run, seen.grid, seen.direct.fixed, itemgetter(*(first[kind] + i for kind, i in taken)), tail)
-            for run, seen, taken, tail in self._taken
-        )
+    def result(self, i: int, form: Form, wanted: Form) -> str:
+        """The ``i``-th tensor, which has this form, in the wanted one."""
+        size, stride, dtype = wanted
+        return f"x{i}" if form == wanted else f"x{i}.as_strided({self.named(size, stride)}).view({self.named(dtype)})"
+
+    def function(self, arguments: list[str], lines: list[str]) -> Replay:
+        """What was written, as a function."""
+        source = "\n    ".join([f"def replay({', '.join(arguments)}):", *lines])
+        exec(compile(source, "<replay>", "exec"), self.names)
+        made: Replay = self.names["replay"]
+        made.__doc__ = source
+        return made

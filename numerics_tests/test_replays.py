@@ -36,6 +36,7 @@ class Kernel:
         )  # fmt: skip
         self.function, self.packed_metadata = "function", "metadata"
         self.direct = 0
+        self.device: int | None = None  # the current one
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., "Kernel"]:
         def first(source: torch.Tensor, target: torch.Tensor, size: int, ADD: int) -> Kernel:
@@ -69,10 +70,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(replays, "_replays", {})
     monkeypatch.setattr(_launch, "_DIRECT", True)
     monkeypatch.setattr(_launch, "allocate", torch._C._dynamo.guards._empty_strided_cpu)
+    played = Kernel()
     for module in (_launch, _replay):
-        monkeypatch.setattr(module, "_get_device", lambda: None)
+        monkeypatch.setattr(module, "_get_device", lambda: played.device)
         monkeypatch.setattr(module, "_get_stream", lambda index: "stream")
-    return Kernel()
+    return played
 
 
 def add(kernel: Kernel, source: torch.Tensor, amount: int, versions: dict) -> torch.Tensor:
@@ -171,7 +173,7 @@ def test_what_cannot_be_repeated_runs_every_time(kernel: Kernel, why: str) -> No
     assert not replays._replays
 
 
-def test_profilers_and_other_devices_get_the_call_itself(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profilers_and_other_devices_get_the_call_itself(kernel: Kernel) -> None:
     versions: dict = {}
     seen: list[object] = []
     for seed in range(3):
@@ -183,8 +185,7 @@ def test_profilers_and_other_devices_get_the_call_itself(kernel: Kernel, monkeyp
     finally:
         knobs.runtime.launch_enter_hook.remove(seen.append)
     assert seen == [None]
-    monkeypatch.setattr(_replay, "_get_device", lambda: 1)
-    monkeypatch.setattr(_launch, "_get_device", lambda: 1)
+    kernel.device = 1
     assert torch.equal(call(lambda x: add(kernel, x, 1, versions), bytes_(4)), bytes_(4) + 1)
     assert kernel.direct == 1
 
