@@ -1,9 +1,11 @@
-"""Activations that end in MX casts along columns, or both ways, at copy speed on Hopper (Gluon).
+"""Activations that end in MX casts along rows, along columns or both ways, at copy speed on Hopper (Gluon).
 
 As in ``quantize_hopper``, a tile is loaded along rows and changes its layout once, so that every thread ends up with 16
-consecutive rows of two columns. What changes layout is the value, rounded where that is what is cast, else in float32.
+consecutive rows of two columns. What changes layout is the least that can: codes where blocks along columns are as wide
+as high, the input where nothing is made along rows, else the value, rounded where that is what is cast. The activation
+is computed once in any case. Rows alone stay as they were loaded.
 
-Results without columns, and inputs whose rows are not 16-byte aligned, go to ``activation_quantize_triton``.
+Results in the input's dtype alone, and inputs whose rows are not 16-byte aligned, go to ``activation_quantize_triton``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from . import activation_quantize_triton as portable
 from ._device import scale_byte
 from ._gluon import gl, gluon
+from ._pairs_hopper import pair_layouts, store_pairs
 from .activation_quantize_triton import (
     ACTIVATIONS,
     Copies,
@@ -46,6 +49,23 @@ __all__ = ["activation_quantize", "activation_quantize_backward", "why_not"]
 
 
 @gluon.jit
+def store_rows(
+    y, q_ptr, s_ptr, b, pm, pk, R, C, FIRST, PITCH, RB: gl.constexpr, CB: gl.constexpr, FMT: gl.constexpr,
+    RULE: gl.constexpr, SATFINITE: gl.constexpr, WHOLE: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Cast a tile (layout ``L``) along rows and store it; the maxima of its blocks, as bits of float32."""
+    BM: gl.constexpr = y.shape[0]
+    BK: gl.constexpr = y.shape[1]
+    amax = block_amax(y, RB, CB)
+    byte = scale_byte(amax, FMT, RULE, SATFINITE)
+    store_tile(codes_of(y, byte, RB, CB, FMT, L), q_ptr, b, pm, pk, R, C, FIRST, PITCH, WHOLE, L)
+    height = gl.cdiv(R, RB)
+    s_at = s_ptr + (b * gl.cdiv(PITCH, CB) + FIRST // CB) * height
+    store_bytes(s_at, byte, pm, pk, R, C, 1, height, BM, BK, RB, CB, WHOLE)
+    return amax
+
+
+@gluon.jit
 def store_copies(
     y, z, q_ptr, s_ptr, t_ptr, u_ptr, b, pm, pk, R, C, R_PAD, FIRST, PITCH, ROWS: gl.constexpr, RB: gl.constexpr,
     CB: gl.constexpr, TRB: gl.constexpr, TCB: gl.constexpr, FMT: gl.constexpr, RULE: gl.constexpr,
@@ -60,22 +80,52 @@ def store_copies(
     BK: gl.constexpr = y.shape[1]
     NESTED: gl.constexpr = ROWS and TRB % RB == 0 and TCB % CB == 0
     if ROWS:
-        amax = block_amax(y, RB, CB)
-        byte = scale_byte(amax, FMT, RULE, SATFINITE)
-        store_tile(codes_of(y, byte, RB, CB, FMT, LA), q_ptr, b, pm, pk, R, C, FIRST, PITCH, WHOLE, LA)
-        height = gl.cdiv(R, RB)
-        s_at = s_ptr + (b * gl.cdiv(PITCH, CB) + FIRST // CB) * height
-        store_bytes(s_at, byte, pm, pk, R, C, 1, height, BM, BK, RB, CB, WHOLE)
+        amax = store_rows(y, q_ptr, s_ptr, b, pm, pk, R, C, FIRST, PITCH, RB, CB, FMT, RULE, SATFINITE, WHOLE, LA)
     if NESTED:
         outer = outer_amax(amax, TRB // RB, TCB // CB)
     else:
-        outer = block_amax(z, TRB, TCB)
+        outer = block_amax(z, TRB, TCB, True)
     byte = scale_byte(outer, FMT, RULE, SATFINITE)
     codes = codes_of(z, byte, TRB, TCB, FMT, LB)
     store_columns(t_ptr + (b * PITCH + FIRST) * R_PAD, codes, pm, pk, R, R_PAD, C, R_PAD, BM, BK, WHOLE, LB)
     width = gl.cdiv(PITCH, TCB)
     u_at = u_ptr + b * gl.cdiv(R, TRB) * width + FIRST // TCB
     store_bytes(u_at, byte, pm, pk, R, C, width, 1, BM, BK, TRB, TCB, WHOLE)
+
+
+@gluon.jit
+def store_all(
+    y, y_ptr, q_ptr, s_ptr, t_ptr, u_ptr, b, pm, pk, R, C, R_PAD, FIRST, PITCH, HP: gl.constexpr, ROUND: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, RB: gl.constexpr, CB: gl.constexpr, TRB: gl.constexpr,
+    TCB: gl.constexpr, FMT: gl.constexpr, RULE: gl.constexpr, SATFINITE: gl.constexpr, WHOLE: gl.constexpr,
+    LA: gl.constexpr, LB: gl.constexpr,
+):  # fmt: skip
+    """Make everything that is asked for of a tile of float32 values, zero where it sticks out. They are in layout
+    ``LA``; or in ``LB`` where they are cast along columns in blocks of one column, and nothing else is asked for."""
+    if HP or ROUND:
+        low = y.to(y_ptr.dtype.element_ty)
+        if HP:
+            store_tile(low, y_ptr, b, pm, pk, R, C, FIRST, PITCH, WHOLE, LA)
+        if ROUND:
+            y = low.to(gl.float32)
+    if COLUMNS and TCB == 1:
+        if ROUND:
+            z = widen(gl.convert_layout(low, LB))
+        else:
+            z = gl.convert_layout(y, LB)
+        store_copies(
+            y, z, q_ptr, s_ptr, t_ptr, u_ptr, b, pm, pk, R, C, R_PAD, FIRST, PITCH, ROWS, RB, CB, TRB, TCB, FMT, RULE,
+            SATFINITE, WHOLE, LA, LB,
+        )  # fmt: skip
+    else:
+        amax = 0
+        if ROWS:
+            amax = store_rows(y, q_ptr, s_ptr, b, pm, pk, R, C, FIRST, PITCH, RB, CB, FMT, RULE, SATFINITE, WHOLE, LA)
+        if COLUMNS:
+            store_pairs(
+                y, amax, t_ptr, u_ptr, b, pm, pk, R, C, R_PAD, FIRST, PITCH, ROWS, RB, CB, TRB, TCB, FMT, RULE,
+                SATFINITE, WHOLE, LB,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -129,6 +179,19 @@ def store_tile(y, y_ptr, b, pm, pk, R, C, FIRST, PITCH, WHOLE: gl.constexpr, L: 
 
 
 @gluon.jit
+def operand(
+    x_ptr, bias_ptr, pm, pk, R, C, x_r, FIRST, BM: gl.constexpr, BK: gl.constexpr, BIAS: gl.constexpr,
+    WHOLE: gl.constexpr, LA: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Tile ``(pm, pk)`` of the ``C`` columns from ``FIRST`` on, plus their bias, as float32. It is loaded in layout
+    ``LA`` and changes to ``L`` before it is widened."""
+    x = widen(gl.convert_layout(load_tile(x_ptr, pm, pk, R, C, x_r, FIRST, BM, BK, WHOLE, LA, ""), L))
+    if BIAS:
+        x += load_row(bias_ptr, pk, C, FIRST, BK, L)
+    return x
+
+
+@gluon.jit
 def _forward_kernel(
     x_ptr, bias_ptr, y_ptr, q_ptr, s_ptr, t_ptr, u_ptr, R, C, R_PAD, x_b, x_r,
     BM: gl.constexpr, BK: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, HP: gl.constexpr, ROUND: gl.constexpr,
@@ -140,34 +203,29 @@ def _forward_kernel(
     b, pm, pk = place(R, BM, BATCHED)
     if pm * BM >= R:
         return
-    x = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, 0, BM, BK, WHOLE, LA, "")
-    xf = widen(x)
-    if BIAS:
-        xf += load_row(bias_ptr, pk, C, 0, BK, LA)
+    # One input of 16 bits changes its layout at half the cost of the value.
+    ONE: gl.constexpr = ACT != 5 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    L: gl.constexpr = LB if ONE and COLUMNS and TCB == 1 and not ROWS and not HP else LA
+    x = operand(x_ptr + b * x_b, bias_ptr, pm, pk, R, C, x_r, 0, BM, BK, BIAS, WHOLE, LA, L)
     if ACT == 5:
-        up = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, C, BM, BK, WHOLE, LA, "")
-        up = widen(up)
-        if BIAS:
-            up += load_row(bias_ptr, pk, C, C, BK, LA)
-        y = activate(xf, 3, HARDWARE) * up
+        up = operand(x_ptr + b * x_b, bias_ptr, pm, pk, R, C, x_r, C, BM, BK, BIAS, WHOLE, LA, L)
+        y = activate(x, 3, HARDWARE) * up
     else:
-        y = activate(xf, ACT, HARDWARE)
+        y = activate(x, ACT, HARDWARE)
     if BIAS:
-        y = inside_only(y, pm, pk, R, C, WHOLE, LA)
-    if HP or ROUND:
-        low = y.to(y_ptr.dtype.element_ty)
-        if HP:
-            store_tile(low, y_ptr, b, pm, pk, R, C, 0, C, WHOLE, LA)
-        if ROUND:
-            y = low.to(gl.float32)
-    if ROUND:
-        z = widen(gl.convert_layout(low, LB))
-    else:
-        z = gl.convert_layout(y, LB)
-    store_copies(
-        y, z, q_ptr, s_ptr, t_ptr, u_ptr, b, pm, pk, R, C, R_PAD, 0, C, ROWS, RB, CB, TRB, TCB, FMT, RULE, SATFINITE,
-        WHOLE, LA, LB,
+        y = inside_only(y, pm, pk, R, C, WHOLE, L)
+    store_all(
+        y, y_ptr, q_ptr, s_ptr, t_ptr, u_ptr, b, pm, pk, R, C, R_PAD, 0, C, HP, ROUND, ROWS, COLUMNS, RB, CB, TRB, TCB,
+        FMT, RULE, SATFINITE, WHOLE, LA, LB,
     )  # fmt: skip
+
+
+@gluon.jit
+def store_sums(dx, sum_ptr, pk, C, L: gl.constexpr):
+    """Store the column sums of a tile that is zero outside, added in layout ``L``."""
+    total = gl.sum(gl.convert_layout(dx, L), axis=0)
+    cols = pk * dx.shape[1] + gl.arange(0, dx.shape[1], layout=gl.SliceLayout(0, L))
+    gl.store(sum_ptr + cols, total, mask=cols < C)
 
 
 @gluon.jit
@@ -185,37 +243,23 @@ def _backward_kernel(
         return
     HALVES: gl.constexpr = 2 if ACT == 5 else 1
     for half in gl.static_range(HALVES):  # each reads its inputs: kept for the other, they would not fit registers
-        x = widen(load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, 0, BM, BK, WHOLE, LA, ""))
-        dy = widen(load_tile(dy_ptr + b * dy_b, pm, pk, R, C, dy_r, 0, BM, BK, WHOLE, LA, ""))
-        if BIAS:
-            x += load_row(bias_ptr, pk, C, 0, BK, LA)
+        x = operand(x_ptr + b * x_b, bias_ptr, pm, pk, R, C, x_r, 0, BM, BK, BIAS, WHOLE, LA, LA)
+        dy = operand(dy_ptr + b * dy_b, bias_ptr, pm, pk, R, C, dy_r, 0, BM, BK, False, WHOLE, LA, LA)
         if ACT != 5:
             dx = gradient(x, dy, ACT, HARDWARE)
         elif half == 0:
-            up = load_tile(x_ptr + b * x_b, pm, pk, R, C, x_r, C, BM, BK, WHOLE, LA, "")
-            up = widen(up)
-            if BIAS:
-                up += load_row(bias_ptr, pk, C, C, BK, LA)
+            up = operand(x_ptr + b * x_b, bias_ptr, pm, pk, R, C, x_r, C, BM, BK, BIAS, WHOLE, LA, LA)
             dx = gradient(x, dy * up, 3, HARDWARE)
         else:
             dx = dy * activate(x, 3, HARDWARE)
         first = half * C
         pitch = HALVES * C
-        if HP or ROUND:
-            low = dx.to(dx_ptr.dtype.element_ty)
-            if HP:
-                store_tile(low, dx_ptr, b, pm, pk, R, C, first, pitch, WHOLE, LA)
-        exact = gl.convert_layout(dx, LB)
         if BIAS:
-            total = gl.sum(exact, axis=0)  # dy is zero outside
-            cols = pk * BK + gl.arange(0, BK, layout=gl.SliceLayout(0, LB))
-            gl.store(sum_ptr + (b * gl.cdiv(R, BM) + pm) * pitch + first + cols, total, mask=cols < C)
-        if ROUND:
-            dx = low.to(gl.float32)
-            exact = exact.to(dx_ptr.dtype.element_ty).to(gl.float32)
-        store_copies(
-            dx, exact, q_ptr, s_ptr, t_ptr, u_ptr, b, pm, pk, R, C, R_PAD, first, pitch, ROWS, RB, CB, TRB, TCB, FMT,
-            RULE, SATFINITE, WHOLE, LA, LB,
+            sum_at = sum_ptr + (b * gl.cdiv(R, BM) + pm) * pitch + first
+            store_sums(dx, sum_at, pk, C, LB if COLUMNS and TCB == 1 else LA)
+        store_all(
+            dx, dx_ptr, q_ptr, s_ptr, t_ptr, u_ptr, b, pm, pk, R, C, R_PAD, first, pitch, HP, ROUND, ROWS, COLUMNS, RB,
+            CB, TRB, TCB, FMT, RULE, SATFINITE, WHOLE, LA, LB,
         )  # fmt: skip
 
 
@@ -228,9 +272,40 @@ def tile(copies: Copies) -> tuple[int, int, dict[str, int]]:
     return bm, bk, {"num_warps": 16}
 
 
+_LIGHT = ("relu", "gelu_tanh", "silu")
+"""Activations that leave registers for 64 elements a thread, of 16 bits each. More than fit, ptxas saves to memory."""
+
+
+def tile_of(copies: Copies, light: bool, backward: bool) -> tuple[int, int, dict[str, int]]:
+    """``(BM, BK, options)`` for an activation. Addresses and scales cost half with 64 elements a thread, and fewer
+    warps wait for each other; limits on registers are those of two and of three programs a multiprocessor."""
+    rows, cols = max(b[0] for b in copies.blocks), max(b[1] for b in copies.blocks)
+    if copies.across is None:
+        if rows > 1:
+            return tile(copies)
+        return (16, 256, {"num_warps": 4}) if cols > 128 else (32, 128, {"num_warps": 4})  # no thread waits for another
+    alone, square = copies.along is None, copies.across.rc[1] > 1
+    if max(rows, cols) <= 64:
+        return 64, 128, {"num_warps": 4 if light and square else 8}
+    if alone and light and (rows, cols) == (128, 1):
+        return 128, 64, {"num_warps": 4}
+    if max(rows, cols) == 128 and light:
+        return 128, 128, {"num_warps": 8, "maxnreg": 80 if alone and not backward else 128}
+    return tile(copies)
+
+
+def layouts(bm: int, bk: int, warps: int, copies: Copies) -> dict[str, Any]:
+    """``LA`` to load and to cast along rows; ``LB`` to cast along columns, or for what is to be stored along them."""
+    if copies.across is not None and copies.across.rc[1] > 1:
+        return dict(zip(("LA", "LB"), pair_layouts(bm, bk, warps), strict=True))
+    along = row_layout(bk, 2, warps)
+    return {"LA": along, "LB": along if copies.across is None else column_layout(bm, bk, warps)}
+
+
 def one_tile(casts: Any) -> bool:
-    """Whether a tile holds whole blocks of both directions."""
-    return "rows" not in casts.outputs or casts.block[1] * casts.column_block[1] <= 128 * 128
+    """Whether a tile holds whole blocks of all directions asked for."""
+    both = "rows" in casts.outputs and "columns" in casts.outputs
+    return not both or casts.block[1] * casts.column_block[1] <= 128 * 128
 
 
 def aligned_rows(strides: tuple[int, ...], width: int) -> bool:
@@ -246,7 +321,7 @@ def _plan(
 ) -> Plan | None:  # fmt: skip
     """As the portable ``_plan``; None where these kernels cannot run, or have nothing to gain."""
     width = shape[-1] // (2 if activation == "swiglu" else 1)
-    if "columns" not in casts.outputs or 0 in shape or not aligned_rows(strides, width):
+    if casts.outputs == ("hp",) or 0 in shape or not aligned_rows(strides, width):
         return None
     if (
         max(shape[-2:]) >= 2**22
@@ -258,7 +333,7 @@ def _plan(
     copies = Copies.of(result, casts, True)
     (b, r, _), x_strides = three_dims(shape, strides)
     more = () if dy_strides is None else three_dims((*shape[:-1], width), dy_strides)[1]
-    bm, bk, options = tile(copies)
+    bm, bk, options = tile_of(copies, itemsize == 2 and activation in _LIGHT, dy_strides is not None)
     if (grid := tiled_grid(b, -(-r // bm), -(-width // bk), 8)) is None:
         return None
     warps = options["num_warps"]
@@ -266,9 +341,9 @@ def _plan(
         "BM": bm, "BK": bk, "ACT": ACTIVATIONS[activation], "BIAS": bias, "HP": "hp" in casts.outputs,
         "ROUND": casts.round_first, **copies.constants,
         "WHOLE": r % bm == 0 and width % bk == 0,
-        "LA": row_layout(bk, itemsize, warps), "LB": column_layout(bm, bk, warps), "BATCHED": b > 1,
+        **layouts(bm, bk, warps, copies), "BATCHED": b > 1,
     }  # fmt: skip
-    ints = (r, width, copies.across.rows_padded, *x_strides[:2], *more[:2])
+    ints = (r, width, copies.across.rows_padded if copies.across else 0, *x_strides[:2], *more[:2])
     return Plan(copies, result, b * -(-r // bm), grid, ints, constants, options)
 
 

@@ -2,6 +2,7 @@
 they spill, and that a transposed store is still one of 16 bytes. The launch plans are the real ones.
 """
 
+import dataclasses
 import itertools
 import os
 import re
@@ -32,7 +33,7 @@ COUNTED = triton.__version__.startswith("3.6.")
 """Whether registers were counted with this Triton: with others kernels compile to the same instructions, and a few may
 spill more."""
 
-FLOATS = {"w_ptr", "bias_ptr", "mean_ptr", "rstd_ptr", "dw_ptr", "db_ptr", "sum_ptr"}
+FLOATS = {"w_ptr", "bias_ptr", "mean_ptr", "rstd_ptr", "part_ptr", "dw_ptr", "db_ptr", "sum_ptr"}
 COUNTS = {"count_ptr", "next_ptr"}
 CODES = {"q_ptr", "s_ptr", "t_ptr", "u_ptr"}
 ROWS, COLUMNS = 4096, 1024
@@ -46,8 +47,8 @@ def casts(block: tuple[int, int], column_block: tuple[int, int], outputs: tuple[
     )  # fmt: skip
 
 
-def compiled(kernel: Any, plan: Any, gluon: bool, arch: int = 90) -> Any:
-    """``kernel`` as a launch with ``plan`` on bfloat16 tensors would compile it: all pointers and sizes aligned."""
+def compiled(kernel: Any, plan: Any, gluon: bool, arch: int = 90, dtype: str = "bf16") -> Any:
+    """``kernel`` as a launch with ``plan`` on tensors of ``dtype`` would compile it: all pointers and sizes aligned."""
     signature, constants, names = {}, dict(plan.constants), kernel.arg_names
     for name in names:
         if name in plan.constants:
@@ -55,7 +56,7 @@ def compiled(kernel: Any, plan: Any, gluon: bool, arch: int = 90) -> Any:
         elif name.endswith("_c"):
             signature[name], constants[name] = "constexpr", 1
         elif name.endswith("_ptr"):
-            other = "*fp32" if name in FLOATS else "*i32" if name in COUNTS else "*bf16"
+            other = "*fp32" if name in FLOATS else "*i32" if name in COUNTS else "*" + dtype
             signature[name] = "*u8" if name in CODES else other
         else:
             signature[name] = "fp32" if name == "eps" else "i32"
@@ -86,22 +87,72 @@ BLOCKS = [
 ]  # fmt: skip
 
 
+def activation_made(
+    activation: str, backward: bool, asked: Casts, bias: bool, dtype: str = "bf16", rows: int = ROWS
+) -> tuple[Any, Any]:
+    """A plan of an activation on Hopper, and what it compiles to."""
+    width = COLUMNS * 2 if activation == "swiglu" else COLUMNS
+    plan = activation_hopper._plan(
+        (rows, width), (width, 1), (COLUMNS, 1) if backward else None, 2 if dtype == "bf16" else 4, bias, activation,
+        asked,
+    )  # fmt: skip
+    kernel = activation_hopper._backward_kernel if backward else activation_hopper._forward_kernel
+    return plan, compiled(kernel, plan, gluon=True, dtype=dtype)
+
+
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 @pytest.mark.parametrize("activation", ["relu", "silu", "swiglu"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_activations_for_hopper(activation: str, blocks: Any, backward: bool, tmp_path: Any) -> None:
-    width = COLUMNS * 2 if activation == "swiglu" else COLUMNS
-    dy_strides = (COLUMNS, 1) if backward else None
-    plan = activation_hopper._plan(
-        (ROWS, width), (width, 1), dy_strides, 2, backward, activation, casts(*blocks, ("rows", "columns"))
-    )
-    kernel = activation_hopper._backward_kernel if backward else activation_hopper._forward_kernel
-    made = compiled(kernel, plan, gluon=True)
-    assert "st.global.v4.b32" in made.asm["ptx"]  # 16 codes of a column at a time
+    plan, made = activation_made(activation, backward, casts(*blocks, ("rows", "columns")), backward, rows=ROWS - 36)
+    stores = len(re.findall(r"st\.global\.v4\.b32", made.asm["ptx"]))  # 16 codes of a row or of a column at a time
+    assert stores >= 2 * plan.constants["BM"] * plan.constants["BK"] // (16 * 32 * plan.options["num_warps"])
     assert "cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]
     registers, stack = resources(made, tmp_path)
     assert registers * plan.options["num_warps"] * 32 <= 65536
     assert stack == 0 or not COUNTED, f"{registers} registers, {stack} bytes spilled"
+
+
+ONE_WAY = [(name, block) for name in ("rows", "columns") for block in BLOCK_SHAPES]
+
+
+@pytest.mark.parametrize("output, block", ONE_WAY, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "swiglu"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_activations_one_way_for_hopper(
+    activation: str, backward: bool, output: str, block: Any, tmp_path: Any
+) -> None:
+    """With a bias and a tail, which cost registers; and nothing more goes through shared memory than has to."""
+    plan, made = activation_made(activation, backward, casts(block, block, (output,)), True, rows=ROWS - 36)
+    registers, stack = resources(made, tmp_path)
+    assert registers * plan.options["num_warps"] * 32 <= 65536
+    assert stack == 0 or not COUNTED, f"{registers} registers, {stack} bytes spilled"
+    tile = plan.constants["BM"] * plan.constants["BK"]
+    if not backward:  # which stores sums as well
+        stores = len(re.findall(r"st\.global\.v4\.b32", made.asm["ptx"]))
+        assert stores == tile // (16 * 32 * plan.options["num_warps"])
+    if output == "rows" and block[0] == 1 and not backward:
+        assert made.metadata.shared == 0  # no thread waits for another
+    elif output == "columns" and block[0] > 1:
+        assert made.metadata.shared <= tile  # codes alone are turned
+    elif output == "columns" and not backward and activation != "swiglu":
+        assert made.metadata.shared <= 2 * tile  # the input is turned, not the value
+
+
+@pytest.mark.parametrize("blocks", BLOCKS[:3], ids=str)
+@pytest.mark.parametrize("outputs", [("rows",), ("columns",), ("rows", "columns"), ("rows", "columns", "hp")], ids=str)
+def test_float32_activations_for_hopper(outputs: tuple[str, ...], blocks: Any, tmp_path: Any) -> None:
+    for activation, backward in (("silu", False), ("silu", True), ("swiglu", True)):
+        _, made = activation_made(activation, backward, casts(*blocks, outputs), backward, dtype="fp32")
+        registers, stack = resources(made, tmp_path)
+        assert stack == 0 or not COUNTED, f"{activation}: {registers} registers, {stack} bytes spilled"
+
+
+def test_pairs_of_codes_in_the_other_format() -> None:
+    asked = dataclasses.replace(casts((32, 32), (32, 32), ("rows", "columns")), fmt=get_format("e5m2"))
+    ptx = activation_made("silu", False, asked, True)[1].asm["ptx"]
+    assert "cvt.rn.satfinite.e5m2x2.f32" in ptx
+    assert "e4m3" not in ptx
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
@@ -124,6 +175,22 @@ def test_norms_for_hopper(norm: str, blocks: Any, backward: bool, residual: bool
     made = compiled(kernel, plan, gluon=True)
     assert "st.global.v4.b32" in made.asm["ptx"]
     registers, stack = resources(made, tmp_path)
+    assert stack == 0 or not COUNTED, f"{registers} registers, {stack} bytes spilled"
+
+
+@pytest.mark.parametrize(
+    "outputs", [("rows",), ("columns",), ("columns", "hp"), ("rows", "columns", "hp")], ids="+".join
+)
+@pytest.mark.parametrize("blocks", BLOCKS[:3], ids=str)
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_norms_over_rows_for_hopper_by_output(
+    norm: str, residual: bool, blocks: Any, outputs: tuple[str, ...], tmp_path: Any
+) -> None:
+    flags = (residual, True, norm == "layer")
+    plan = norm_hopper._rows_plan((ROWS, 1024), ((1024, 1),) * 2, 2, norm == "layer", flags, casts(*blocks, outputs))
+    assert plan is not None
+    registers, stack = resources(compiled(norm_hopper.forward_kernel, plan, gluon=True), tmp_path)
     assert stack == 0 or not COUNTED, f"{registers} registers, {stack} bytes spilled"
 
 
