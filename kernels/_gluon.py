@@ -13,7 +13,7 @@ import triton
 
 from ._launch import triton_why_not
 
-__all__ = ["HAVE_GLUON", "RELEASES", "Descriptor", "gl", "gluon", "hopper", "hopper_why_not", "swizzled"]
+__all__ = ["HAVE_GLUON", "RELEASES", "Descriptor", "async_copy", "gl", "gluon", "hopper", "hopper_why_not", "swizzled"]
 
 RELEASES = ("3.6", "3.7", "3.8", "3.9")
 """Triton releases whose Gluon the kernels were compiled with; run with 3.6 only. 3.5 checks things differently."""
@@ -22,10 +22,12 @@ HAVE_GLUON = triton.__version__.startswith(tuple(f"{r}." for r in RELEASES))
 gluon: Any
 gl: Any
 hopper: Any
+async_copy: Any
 if HAVE_GLUON:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper as _hopper
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _TensorDescriptor
 
     def _with(module: ModuleType, **names: Any) -> ModuleType:
@@ -44,7 +46,8 @@ if HAVE_GLUON:
         hopper = _with(_hopper, tma=_with(_tma, **_copies))
 else:
     gluon = SimpleNamespace(jit=lambda fn=None, **_: fn if fn is not None else (lambda f: f))
-    gl, hopper, _TensorDescriptor = SimpleNamespace(constexpr=int), SimpleNamespace(), object
+    gl, hopper, async_copy = SimpleNamespace(constexpr=int), SimpleNamespace(), SimpleNamespace()
+    _TensorDescriptor = object
 
 
 def hopper_why_not(kind: str) -> str | None:

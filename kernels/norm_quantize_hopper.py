@@ -27,7 +27,6 @@ from .activation_quantize_hopper import (
     store_copies,
     store_tile,
 )
-from .activation_quantize_hopper import tile as activation_tile
 from .activation_quantize_triton import Copies, Maybe, Plan, as_elements, run
 from .norm_quantize_triton import contiguous, group_of, inverse_root, statistics
 from .quantize_hopper import column_layout, row_layout, why_not, widen
@@ -289,9 +288,29 @@ def _plan(
     return Plan(copies, shape, strips, (strips, 1, 1), ints, constants, {"num_warps": warps})
 
 
-_AHEAD = 9 * 2**20
-"""Elements in the tiles of programs between the two readings of an input, two waves of them. Found by trying: with
-fewer programs wait, with more some of the input is not in the cache any more."""
+_WARP_BYTES = 8 * 1024
+"""What a program keeps in shared memory for each of its warps: three programs of 8 warps share a multiprocessor."""
+
+_MAX_PARTS = 32
+"""Programs of one strip of rows: all of them must run at once, on a small slice of a GPU too."""
+
+
+def rows_tile(
+    copies: Copies, width: int, itemsize: int, layer: bool, residual: bool, hp: bool
+) -> tuple[int, int, dict[str, int]]:
+    """``(BM, BK, options)`` for statistics over rows of ``width``: the fastest of those that were timed on an H200."""
+    rows, cols = max(b[0] for b in copies.blocks), max(b[1] for b in copies.blocks)
+    if rows == 1:
+        return (8, 512, {"num_warps": 4}) if width > 256 else (16, 256, {"num_warps": 4})
+    if max(rows, cols) > 64:
+        bm, bk = (256, 64) if rows > 128 else (64, 256) if cols > 128 else (128, 128)
+        return bm, bk, {"num_warps": 8}
+    # With 80 registers three programs share a multiprocessor, not two. Where these are too few, none are saved.
+    thin = copies.along is not None and all(min(b) == 1 for b in copies.blocks)
+    few = itemsize == 2 and (not (layer or residual) or (thin and not hp))
+    whole = 32 * width * itemsize <= 8 * _WARP_BYTES  # then a strip has but one part, which waits for nobody
+    bm, bk = (32, 256) if whole and rows <= 32 and not layer else (64, 128)
+    return bm, bk, {"num_warps": 8, "maxnreg": 80} if few else {"num_warps": 8}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -300,34 +319,33 @@ def _rows_plan(
     casts: Any,
 ) -> Plan | None:  # fmt: skip
     """As :func:`_plan`, for statistics over whole rows."""
-    if "columns" not in casts.outputs or 0 in shape or max(shape[-2:]) >= 2**22 or not one_tile(casts):
+    if not {"rows", "columns"} & set(casts.outputs) or 0 in shape or max(shape[-2:]) >= 2**22 or not one_tile(casts):
         return None
     if not all(aligned_rows(s, shape[-1]) for s in strides):
         return None
     copies = Copies.of(shape, casts, True)
     b, r, c = three_dims(shape, strides[0])[0]
-    bm, bk, options = activation_tile(copies)
-    if layer and flags[0] and bm > 64:
-        options = {**options, "maxnreg": 128}  # the compiler stops at 64, and saves two of them to memory
-    warps, all_strips = options["num_warps"], b * -(-r // bm)
-    sr = warps * (1 if c > 2048 else 2)
-    programs = -(-c // bk) + bm // sr  # of a strip
-    lag = min(all_strips, -(-_AHEAD // (programs * bm * bk)))
-    if all_strips + lag >= 2**16:
+    bm, bk, options = rows_tile(copies, c, itemsize, layer, flags[0], "hp" in casts.outputs)
+    warps, all_strips, wide = options["num_warps"], b * -(-r // bm), -(-c // bk)
+    lanes = min(32, bk * itemsize // 16)
+    parts = -(-wide // max(1, warps * _WARP_BYTES // (bm * bk * itemsize)))
+    tiles = -(-wide // parts)
+    if parts > _MAX_PARTS or all_strips * parts >= 2**31:
         return None
-    sk, in_flight = 256 if itemsize == 2 else 128, 4
     constants = {
-        "BM": bm, "BK": bk, "SR": sr, "SK": sk, "UNROLL": in_flight, "LAYER": layer, "RESIDUAL": flags[0],
-        "WEIGHT": flags[1], "BIAS": flags[2], "HP": "hp" in casts.outputs, "ROUND": casts.round_first,
-        **copies.constants, "WHOLE": r % bm == 0 and c % max(bk, sk * in_flight) == 0, "BATCHED": b > 1,
-        "KEEP": "evict_last",
-        "DROP": "evict_first", "LS": gl.BlockedLayout([1, 16 // itemsize], [1, 32], [warps, 1], [1, 0]),
-        "LA": row_layout(bk, itemsize, warps), "LB": column_layout(bm, bk, warps),
+        "BM": bm, "BK": bk, "TILES": tiles, "PARTS": parts, "LAYER": layer, "RESIDUAL": flags[0], "WEIGHT": flags[1],
+        "BIAS": flags[2], "HP": "hp" in casts.outputs, "ROUND": casts.round_first, **copies.constants,
+        "WHOLE": r % bm == 0 and c == bk * tiles * parts, "BATCHED": b > 1,
+        "LS": gl.BlockedLayout([1, 16 // itemsize], [32 // lanes, lanes], [warps, 1], [1, 0]),
+        "L1": gl.BlockedLayout([1], [32], [warps], [0]),
+        "LA": row_layout(bk, itemsize, warps),
+        # A warp on all rows: the fewest statistics a thread. Swizzled so that the threads of a column meet other banks.
+        "LB": gl.BlockedLayout([16, 2], [max(1, bm // 16), 32 // max(1, bm // 16)], [1, warps], [0, 1]),
+        "HELD": gl.SwizzledSharedLayout(16 // itemsize, max(1, bm // 8), 8, [1, 0]),
     }  # fmt: skip
-    sizes = (r, c, copies.across.rows_padded, all_strips, lag, room(all_strips) // 2)
-    ints = (*sizes, *(n for s in strides for n in three_dims(shape, s)[1][:2]))
-    grid = (programs, all_strips + lag, 1)
-    return Plan(copies, shape, all_strips, grid, ints, constants, options)
+    padded = 0 if copies.across is None else copies.across.rows_padded
+    ints = (r, c, padded, room(all_strips) // 2, *(n for s in strides for n in three_dims(shape, s)[1][:2]))
+    return Plan(copies, shape, all_strips, (all_strips * parts, 1, 1), ints, constants, options)
 
 
 def norm_quantize(
@@ -361,8 +379,13 @@ def norm_quantize(
     if group:
         run(_block_kernel, plan, inputs, (h, y, rstd, *copies), eps)
     else:
-        with zeros(plan.strips, x.device) as (counts, after):
-            run(forward_kernel, plan, inputs, (h, y, mean, rstd, counts, after, *copies), eps)
+        parts = plan.constants["PARTS"]
+        if parts == 1:
+            run(forward_kernel, plan, inputs, (h, y, mean, rstd, None, None, None, *copies), eps)
+        else:
+            shared = torch.empty(plan.strips * parts * 2 * plan.constants["BM"], dtype=torch.float32, device=x.device)
+            with zeros(plan.strips, x.device) as (counts, after):
+                run(forward_kernel, plan, inputs, (h, y, mean, rstd, shared, counts, after, *copies), eps)
     return *as_elements(copies, casts.fmt, False), y, h, mean, rstd
 
 

@@ -63,14 +63,17 @@ def widen(x):
 
 
 @gluon.jit
-def block_amax(x, RB: gl.constexpr, CB: gl.constexpr):
-    """Absolute maxima, as bits of float32, of a tile's blocks of ``RB`` rows by ``CB`` columns: ``[BM/RB, BK/CB]``."""
+def block_amax(x, RB: gl.constexpr, CB: gl.constexpr, DOWN: gl.constexpr = False):
+    """Absolute maxima, as bits of float32, of a tile's blocks of ``RB`` rows by ``CB`` columns: ``[BM/RB, BK/CB]``.
+    ``DOWN``: over rows first, for a layout in which a thread holds many of them."""
     BM: gl.constexpr = x.shape[0]
     BK: gl.constexpr = x.shape[1]
     if RB == 1:
         return amax_bits(x.reshape([BM, BK // CB, CB]), 2)
     elif CB == 1:
         return amax_bits(x.reshape([BM // RB, RB, BK]), 1)
+    elif DOWN:
+        return gl.max(amax_bits(x.reshape([BM // RB, RB, BK // CB, CB]), 1), axis=2)
     else:
         # Bits of magnitudes order like them: the second maximum may be one of integers.
         return gl.max(amax_bits(x.reshape([BM // RB, RB, BK // CB, CB]), 3), axis=1)
@@ -183,7 +186,7 @@ def _kernel(
     if NESTED:
         outer = outer_amax(amax, TRB // RB, TCB // CB)
     else:
-        outer = block_amax(yf, TRB, TCB)
+        outer = block_amax(yf, TRB, TCB, True)
     byte = scale_byte(outer, FMT, RULE, SATFINITE)
     codes = codes_of(yf, byte, TRB, TCB, FMT, LB)
     store_columns(t_ptr + b * t_b, codes, pm, pk, R, R_PAD, C, t_c, BM, BK, WHOLE, LB)
@@ -204,9 +207,10 @@ def column_layout(bm: int, bk: int, warps: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([16, each], [4, 8], [warps // wide, wide], [0, 1])
 
 
-def tile(rc: tuple[int, int], column_rc: tuple[int, int], both: bool) -> tuple[int, int, dict[str, int]]:
-    """``(BM, BK, options)`` for blocks (rows, columns) of either direction, or of columns alone: the fastest of those
-    that were timed on an H200. A limit on registers changes ptxas's schedule even where it is not reached."""
+def tile(rc: tuple[int, int], column_rc: tuple[int, int], both: bool, width: int) -> tuple[int, int, dict[str, int]]:
+    """``(BM, BK, options)`` for blocks (rows, columns) of either direction, or of columns alone, and for rows of
+    ``width``: the fastest of those that were timed on an H200. A limit on registers changes ptxas's schedule even where
+    it is not reached."""
     rows, cols = max(rc[0], column_rc[0]), max(rc[1], column_rc[1])
     if rows > 128:
         return 256, 64, {"num_warps": 8}
@@ -218,7 +222,9 @@ def tile(rc: tuple[int, int], column_rc: tuple[int, int], both: bool) -> tuple[i
         return (128, 128, {"num_warps": 8, "maxnreg": 128}) if both else (128, 64, {"num_warps": 4})
     if not both:
         return 64, 128, {"num_warps": 8}
-    return 64, 128, {"num_warps": 8} if rc == column_rc else {"num_warps": 4, "maxnreg": 96}
+    if rc == column_rc:
+        return 64, 256 if width > 2048 else 128, {"num_warps": 8}
+    return 64, 128, {"num_warps": 4, "maxnreg": 96}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -235,7 +241,7 @@ def _plan(
     if along.rc[1] * across.rc[0] > 128 * 128 or max(strides[-2], across.rows_padded) >= 2**22:
         return None
     (b, r, c), (x_b, x_r, _) = three_dims(shape, strides)
-    bm, bk, options = tile(along.rc, across.rc, block is not None)
+    bm, bk, options = tile(along.rc, across.rc, block is not None, c)
     if (grid := tiled_grid(b, -(-r // bm), -(-c // bk), 2**14 if block is None else 8)) is None:
         return None
     if itemsize > 2:

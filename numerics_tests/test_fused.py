@@ -6,6 +6,7 @@ value within the derived error would give. Alone: formulas of gradients against 
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -286,7 +287,7 @@ def test_the_gradient_of_the_bias_is_a_float32_sum(kernels: tuple[str, torch.dev
     bias = torch.randn(96, device=device)
     runs = [
         fused.activation_quantize_backward(dy, x, activation, bias, outputs=o, backend=backend).bias
-        for o in (("rows", "columns"), ("rows", "columns"), ("hp",))
+        for o in (("rows", "columns"), ("rows", "columns"), ("hp",), ("rows",), ("columns",))
     ]
     exact, error = gradient_bounds(widened(x, bias), dy.double(), activation)
     rows, error = exact.reshape(-1, 96), error.reshape(-1, 96)
@@ -296,6 +297,34 @@ def test_the_gradient_of_the_bias_is_a_float32_sum(kernels: tuple[str, torch.dev
         assert run.dtype == torch.float32
         assert ((run.double() - rows.sum(0)).abs() <= bound).all()
     assert torch.equal(runs[0], runs[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pair", [*PAIRS[:3], ((1, 128), (1, 128))], ids=str)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_copies_made_alone_are_those_made_together(
+    kernels: tuple[str, torch.device], activation: str, pair: tuple[BlockShape, BlockShape]
+) -> None:
+    """By other kernels, or in other layouts of their threads: the same bits, beside padding and in it too."""
+    backend, device = kernels
+    halves = 2 if activation == "swiglu" else 1
+    shapes = [(256, 256), (385, 304)] if not SMALL else [(71, 144)]
+    for rows, columns in shapes:
+        x = values(rows, halves * columns, dtype=torch.bfloat16, device=device)
+        dy = values(rows, columns, dtype=torch.bfloat16, device=device)
+        x[-1, :2] = torch.tensor([torch.nan, torch.inf], dtype=x.dtype)
+        bias = None if rows == 256 else torch.randn(halves * columns).to(device)
+        kw = {"block": pair[0], "column_block": pair[1]}
+        for compute in (
+            functools.partial(fused.activation_quantize, x, activation, bias, **kw),  # type: ignore[arg-type]
+            functools.partial(fused.activation_quantize_backward, dy, x, activation, bias, **kw),  # type: ignore[arg-type]
+        ):
+            both = compute(outputs=("rows", "columns"), backend=backend)[:2]
+            if activation in EXACT:
+                assert same(both, compute(outputs=("rows", "columns"), backend="reference")[:2]) == []
+            for i, name in enumerate(("rows", "columns")):
+                alone = compute(outputs=(name,), backend=backend)
+                assert same((alone[i],), (both[i],)) == [], name
+                assert name == "rows" or (padding_is_zero(alone[i]) and padding_is_zero(both[i]))
 
 
 @pytest.mark.parametrize("activation", SMOOTH)
@@ -488,16 +517,25 @@ def test_other_memory_does_not_leak_in(kernels: tuple[str, torch.device]) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [1024, 4096])
-def test_wide_strips_and_many_programs(kernels: tuple[str, torch.device], columns: int) -> None:
-    """Sizes at which every multiprocessor works, 20 times over: the same bits, and the right ones."""
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("columns", [1024, 4096, 4112, 9200, 40000])
+def test_wide_strips_and_many_programs(kernels: tuple[str, torch.device], columns: int, norm: str) -> None:
+    """Sizes at which every multiprocessor works, and several of them on one row, 20 times over: the same bits, and the
+    right ones."""
     backend, device = kernels
-    x = torch.randn(8192, columns, device=device).bfloat16()
+    x = torch.randn(8192 if columns < 8192 else 1000, columns, device=device).bfloat16()
     residual = torch.randn_like(x)
-    first = fused.norm_quantize(x, None, None, residual, backend=backend)
-    assert same(first[:3], recomputed(first, None, None, x.dtype, "rms", columns, {})) == []
-    for _ in range(20):
-        assert same(fused.norm_quantize(x, None, None, residual, backend=backend), first) == []
+    for outputs in (("rows", "columns"), ("rows",), ("columns",)):
+        kw = {"norm": norm, "outputs": outputs, "backend": backend}
+        first = fused.norm_quantize(x, None, None, residual, **kw)  # type: ignore[arg-type]
+        assert same(first[:3], recomputed(first, None, None, x.dtype, norm, columns, {"outputs": outputs})) == []
+        h = first.h.double()
+        variance = h.var(-1, correction=0, keepdim=True) if norm == "layer" else h.square().mean(-1, keepdim=True)
+        exact = 1 / (variance + 1e-5).sqrt()
+        bound = tolerances.layer_error(columns, 1.0) if norm == "layer" else tolerances.rms_error(columns)
+        assert ((first.rstd - exact).abs() <= bound * exact).all()
+        for _ in range(20 if columns < 8192 else 3):
+            assert same(fused.norm_quantize(x, None, None, residual, **kw), first) == []  # type: ignore[arg-type]
 
 
 CASTS = {"outputs": "rows", "fmt": "e3m4", "block": (1, 16), "column_block": (7, 7), "scale_rule": "round"}
