@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from ._gemm_epilogue import Maybe, casts_of, product_and_casts
 from ._gemm_exact import Block, Operand, exact, finish
 from ._gemm_hopper_epilogue import Epilogue
 from ._gemm_hopper_kernel import coalesced_kernel
+from ._gemm_tiles import SMALL, SMALL_PAIRS, WIDE, Tile, choose, factors, measured
 from ._gluon import Descriptor, hopper_why_not, swizzled
 from ._launch import Versions, aligned, launch_version
 from .activation_quantize_triton import ACTIVATIONS
@@ -34,8 +35,6 @@ from .gemm_triton import output_for
 from .quantize_triton import layout
 
 __all__ = ["gemm", "gemm_quantize", "why_not"]
-
-_TILE_BLOCK = (128, 128)
 
 
 def why_not(kind: str) -> str | None:
@@ -151,61 +150,6 @@ def _rows_from_registers(
 # Coalesced scales
 
 
-class Tile(NamedTuple):
-    """A way to compute a tile: ``consumers`` warpgroups with ``rows`` sub-tiles of 64 x 128 each, a ring of ``stages``
-    slots (one more where the output is not staged in shared memory), registers of their threads and of the others',
-    and how many slots of K a promotion may span."""
-
-    consumers: int
-    rows: int
-    stages: int
-    registers: int
-    spare: int
-    pair: int = 1
-
-    @property
-    def height(self) -> int:
-        return 64 * self.consumers * self.rows
-
-
-TALL = Tile(consumers=3, rows=1, stages=4, registers=160, spare=32)
-WIDE = Tile(consumers=2, rows=2, stages=3, registers=224, spare=40)
-SMALL = Tile(consumers=2, rows=1, stages=5, registers=216, spare=40)
-TALL_PAIRS, SMALL_PAIRS = TALL._replace(pair=2), SMALL._replace(pair=2)
-
-# Microseconds of a step of 128 along K, and of the rest of a tile, while all SMs of an H200 are at work: lines through
-# the times at K = 1024 and 8192 (many tiles). By kind of factors (for rows; for rows and columns) and by whether they
-# hold for 256 of K. TALL with factors for columns was timed at one K only.
-_TIMES = {
-    (1, False): {TALL: (0.584, 1.14), WIDE: (0.765, 1.84), SMALL: (0.436, 1.15)},
-    (1, True): {TALL_PAIRS: (0.549, 1.01), WIDE: (0.76, 1.84), SMALL_PAIRS: (0.406, 0.50)},
-    (2, False): {TALL: (0.80, 1.24), SMALL: (0.594, 0.88)},
-    (2, True): {TALL_PAIRS: (0.631, 1.32), SMALL_PAIRS: (0.473, 0.76)},
-}
-_REDUCE = 4.0, 3.5e6  # of a split along K: microseconds to start the sum, bytes a microsecond
-_MAX_SPLIT = 32
-
-
-@functools.lru_cache(maxsize=4096)
-def choose(M: int, N: int, K: int, sides: int, pairs: bool, sms: int, groups: int = 0) -> tuple[Tile, int]:
-    """The tile and the number of parts of K with the least time, by a model of waves of tiles over the SMs. Of
-    ``groups`` of rows, each leaves half a tile empty; their K is not split."""
-    steps = -(-K // 128)
-    best: tuple[float, Tile, int] | None = None
-    for tile, (step, rest) in _TIMES[sides, pairs].items():
-        tiles = (-(-M // tile.height) + groups // 2) * -(-N // 128)
-        for split in range(1, min(_MAX_SPLIT, max(1, steps // 8)) + 1):
-            if split > 1 and (groups or tiles * split > 4 * sms):
-                break
-            time = -(-tiles * split // sms) * (-(-steps // split) * step + rest)
-            if split > 1:
-                time += _REDUCE[0] + split * M * N * 8 / _REDUCE[1]
-            if best is None or time < best[0]:
-                best = time, tile, split
-    assert best is not None
-    return best[1:]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Everything about a launch but the tensors and their dtypes."""
@@ -221,23 +165,30 @@ class Plan:
 
 def make_plan(
     shape: tuple[int, int, int], a_block: Block, b_block: Block, how: Epilogue, tma: bool, sms: int,
-    forced: tuple[Tile, int] | None = None, span: int = 4, groups: int = 0,
+    forced: tuple[Tile, int] | None = None, span: int = 4, groups: int = 0, divided: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan of a product of ``shape`` = (M, N, K), or of products of ``groups`` of the M rows. ``how``: what becomes
-    of the sums, which is done later where K is split. ``tma``: the output could be stored by TMA. ``span``: how many
-    rows of tiles go together."""
+    """The plan of a product of ``shape`` = (M, N, K), or of products of ``groups`` of the M rows, or with ``divided``
+    of K. ``how``: what becomes of the sums, which is done later where K is split. ``tma``: the output could be stored
+    by TMA. ``span``: how many rows of tiles go together."""
     M, N, K = shape
-    sides = 1 if b_block == _TILE_BLOCK else 2
-    pairs = a_block[1] == 256 and (b_block == _TILE_BLOCK or b_block[1] == 256)
+    sides, pairs = factors(a_block, b_block)
+    if divided and forced is None:
+        tile, split = choose(groups * M, N, -(-K // groups), sides, pairs, sms, groups)
+        if tile.consumers == 3 and (pairs or not tma):  # three would spill registers
+            tile = WIDE if sides == 1 else SMALL_PAIRS if pairs else SMALL
+        forced = tile, split
     tile, split = forced or choose(M, N, K, sides, pairs, sms, groups)
     staged = split == 1 and tma and (how.before or not how.block)
     constants = {
         "CONSUMERS": tile.consumers, "ROWS": tile.rows, "STAGES": tile.stages + (not staged),
         "REGISTERS": tile.registers, "SPARE": tile.spare, "SIDES": sides, "PAIR": tile.pair, "A_R": a_block[0],
         "A_K": a_block[1], "B_K": b_block[1], "MIXED": tile.pair == 2 and sides == 1, "TMA_STORE": staged,
-        "PARTS": split > 1, "GROUPED": groups > 0, "HOW": how if split == 1 else Epilogue(),
+        "PARTS": split > 1, "GROUPED": 2 if divided else int(groups > 0),
+        "HOW": how if split == 1 else Epilogue(),
     }  # fmt: skip
     tiles_m = M // tile.height + groups + 1 if groups else -(-M // tile.height)
+    if divided:
+        tiles_m = groups * -(-M // tile.height)
     grid = (min(tiles_m * -(-N // 128) * split, sms), 1, 1)
     return Plan(tile, split, staged, grid, (M, N, K, span, split, groups), constants)
 
@@ -249,7 +200,7 @@ def _plan(
 ) -> Plan:  # fmt: skip
     """As :func:`make_plan`; one for each set of integers that Triton specialises on."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return make_plan(shape, a_block, b_block, how, tma, sms)
+    return make_plan(shape, a_block, b_block, how, tma, sms, measured(*shape, *factors(a_block, b_block), device))
 
 
 def plan_for(a: Operand, b: Operand, how: Epilogue, tma: bool) -> Plan:

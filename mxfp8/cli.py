@@ -24,7 +24,7 @@ import torch
 import typer
 from rich.console import Console
 
-from mxfp8 import __version__, dispatch, modes, policies, report
+from mxfp8 import __version__, dispatch, modes, policies, report, tuning
 from mxfp8.audit import audit
 from mxfp8.description import describe
 from mxfp8.policy import AnyPolicy
@@ -179,6 +179,32 @@ def audit_command(
     lowest = result.worst(1)[0]
     last = {"gemms": len(result.rows), "worst": f"{lowest.layer}.{lowest.gemm}", "worst_sqnr_db": lowest.sqnr_db}
     typer.echo(json.dumps(report.to_jsonable(last)))
+
+
+@app.command()
+def tune(
+    rows: Annotated[int, typer.Argument(min=1, help="of the layer's input")],
+    in_features: Annotated[int, typer.Argument(min=1)],
+    out_features: Annotated[int, typer.Argument(min=1)],
+    recipe: Annotated[str, typer.Option(help="whose blocks the products have")] = "mxfp8_coalesced",
+    debug: Debug = False,
+) -> None:
+    """Time the products of a linear layer on this GPU in every sensible way, and store the fastest for later processes.
+
+    The last line is JSON.
+    """
+    with _one_line_errors(debug):
+        if (reason := tuning.why_not()) is not None:
+            raise ValueError(f"nothing to tune: {reason}")
+        times = tuning.tune_linear(rows, in_features, out_features, recipe)
+    cells = [
+        [t.gemm, "x".join(map(str, t.shape)), t.tile, t.split, f"{t.microseconds:.1f}", "kept" if t.kept else ""]
+        for t in times
+    ]
+    columns = ["gemm", "MxNxK", "tile", "parts of K", "us", ""]
+    Console().print(report.table(f"Products of {recipe}", columns, cells, caption=f"kept in {tuning.cache_path()}"))
+    kept = {t.gemm: {"tile": t.tile, "split": t.split, "microseconds": t.microseconds} for t in times if t.kept}
+    typer.echo(json.dumps(report.to_jsonable(kept)))
 
 
 @app.command()

@@ -40,6 +40,14 @@ def _seeded() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_tuned_tiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Products are planned as on a machine on which nothing was tuned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MXFP8_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def interpreted(request: pytest.FixtureRequest) -> Iterator[Processes]:
     """Tests in Triton's interpreter, which start with the session on the cores that it leaves idle; xdist's workers
     leave none, so there each starts when its result is asked for."""

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from mxfp8.kernels import (
     _gemm_hopper_kernel,
+    _gemm_tiles,
     gemm_hopper,
     gemm_triton,
     grouped_gemm_triton,
@@ -176,7 +177,7 @@ def coalesced(
     """The FP8 product of ``gemm_hopper``, as its host function would launch it, or that of ``grouped_gemm_hopper``;
     float32 is written without TMA. ``how``: of the epilogue."""
     kernel = _gemm_hopper_kernel.coalesced_kernel
-    forced = getattr(gemm_hopper, tile), split
+    forced = getattr(_gemm_tiles, tile), split
     plan = gemm_hopper.make_plan(
         (*WIDE, 4096), a_block, b_block, gemm_hopper.Epilogue(**how), out != "fp32", 132, forced, groups=groups
     )

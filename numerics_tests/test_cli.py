@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import mxfp8
@@ -53,6 +54,14 @@ def test_info_shows_versions_and_every_cell_of_the_dispatch_table(run) -> None:
     assert mxfp8.__version__ in done.output
     for cell in mxfp8.explain():
         assert any(cell.op in line and cell.backend in line for line in done.output.splitlines())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it tunes")
+def test_tune_says_why_it_cannot(run) -> None:
+    done = run("tune", "64", "128", "128")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: nothing to tune: ")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_info_says_how_each_recipe_multiplies(run) -> None:

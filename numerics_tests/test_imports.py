@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lower layers first; a module imports 
     ("reference", "observe"),
     ("dispatch",),
     ("ops", "recipe", "coalesce"),
-    ("weight_cache", "rules", "modes", "te"),
+    ("weight_cache", "rules", "modes", "te", "tuning"),
     ("linear", "grouped", "attention", "activations", "distributed", "drift", "optim", "fused", "epilogue", "producers",
      "mlp"),
     ("policies",),
