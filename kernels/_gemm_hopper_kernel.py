@@ -53,7 +53,9 @@ def _tile(unit, tiles_m, tiles_n, SPAN):
 def _tiles(shape, BM: gl.constexpr, GROUPED: gl.constexpr):
     """Rows and columns of tiles."""
     M, N = shape[0], shape[1]
-    if GROUPED:
+    if GROUPED == 2:
+        return gl.cdiv(M, BM) * shape[5], gl.cdiv(N, 128)
+    elif GROUPED:
         return M // BM + shape[5] + 1, gl.cdiv(N, 128)  # each group, and the rows after the last, may end within a tile
     else:
         return gl.cdiv(M, BM), gl.cdiv(N, 128)
@@ -68,8 +70,9 @@ def _units(shape, BM: gl.constexpr, GROUPED: gl.constexpr):
 
 @gluon.jit
 def _place(unit, shape, BM: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexpr, GROUPED: gl.constexpr):
-    """Of a unit of work: its first row, where rows end, its first column, the group whose matrix it takes, its slots of
-    K ``[first, last)``, and which part of K that is. Every division here takes a hundred cycles or two."""
+    """Of a unit of work: its first row, where rows end, its first column, the group whose matrix it takes (or if groups
+    divide K the row of A that is its first), its slots of K ``[first, last)``, and which part of K that is. Every
+    division here takes a hundred cycles or two."""
     M, _, K, SPAN, SPLIT, _, table_ptr = shape
     tiles_m, tiles_n = _tiles(shape, BM, GROUPED)
     chains = gl.cdiv(K, BK * PAIR)
@@ -82,7 +85,11 @@ def _place(unit, shape, BM: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexp
         first = part * chains // SPLIT * PAIR
         last = (part + 1) * chains // SPLIT * PAIR
     tile_m, tile_n = _tile(unit, tiles_m, tiles_n, SPAN)
-    if GROUPED:
+    if GROUPED == 2:
+        entry = table_ptr + 5 * tile_m
+        row, end, a_row = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+        return row, end, tile_n * 128, a_row, gl.load(entry + 3), gl.load(entry + 4), part
+    elif GROUPED:
         row = gl.load(table_ptr + 3 * tile_m)
         end = gl.load(table_ptr + 3 * tile_m + 1)
         group = gl.load(table_ptr + 3 * tile_m + 2)
@@ -112,6 +119,9 @@ def _load(
     for unit in range(gl.program_id(0), _units(shape, 64 * SUBS, GROUPED), gl.num_programs(0)):
         row, _, col, group, first, last, _ = _place(unit, shape, 64 * SUBS, PAIR, PARTS, GROUPED)
         b_row = group * shape[1] + col
+        if GROUPED == 2:
+            row = group
+            b_row = col
         for k in range(first, last):
             ready = full.index(slot)
             mbarrier.wait(empty.index(slot), phase)
@@ -163,9 +173,12 @@ def _scale(
     phase = 1
     for unit in range(gl.program_id(0), _units(shape, BM, GROUPED), gl.num_programs(0)):
         row, end, col, group, first, last, _ = _place(unit, shape, BM, PAIR, PARTS, GROUPED)
+        if GROUPED == 2:
+            row = group
+            end = shape[0]
         inside = (rows < BM) & (row + rows < end)
         b_base = sb_ptr
-        if GROUPED:
+        if GROUPED == 1:
             b_base += gl.maximum(group, 0).to(gl.int64) * sb_g
         # Offsets inside a matrix of scales fit 32 bits, and take half the registers of pointers.
         a_at = (row + rows) // A_R * sa_r
@@ -305,7 +318,10 @@ def coalesced_kernel(
     = 2 needs ``A_K`` = 256 and ``B_K`` = 256, or 128 with ``MIXED``. ``PARTS``: whether ``SPLIT`` is above 1. With
     ``GROUPED``, ``b_desc`` is ``[G * N, K]``, scales of a matrix are ``sb_g`` bytes apart, and ``table_ptr`` (int32)
     holds for each of ``M // BM + G + 1`` rows of tiles its first row, where its rows end, and its group: -1 where the
-    output is zero. ``REGISTERS`` of a consumer's threads, ``SPARE`` of the others'. ``HOW``: an :class:`Epilogue`;
+    output is zero. ``GROUPED`` = 2: groups divide K instead, ``b_desc`` is ``[N, K]``, the output ``[G * M, N]``, and
+    ``table_ptr`` holds for each of its ``G * cdiv(M, BM)`` rows of tiles the first row, where the group's rows end, the
+    first row of A, and the group's first slot of K and the one after its last. ``REGISTERS`` of a consumer's threads,
+    ``SPARE`` of the others'. ``HOW``: an :class:`Epilogue`;
     where it casts along rows (N a multiple of 128), ``q_ptr`` is ``[M, N]`` with pitch ``ldc``, ``s_ptr`` one byte for
     a block of a row, consecutive rows at consecutive addresses, and the output the value before the activation.
     """

@@ -109,9 +109,12 @@ def grouped_gemm(
 
 
 @triton.jit
-def _range(starts_ptr, g, rows):
-    """Start and end of group ``g`` within ``rows``, whatever ``starts`` holds."""
+def _range(starts_ptr, g, rows, FMT: tl.constexpr, BLOCK: tl.constexpr):
+    """Start and end of group ``g`` within ``rows``, whatever ``starts`` holds. What is in blocks starts with one, and
+    the compiler has to know that to read several elements at a time."""
     start = tl.minimum(tl.maximum(tl.load(starts_ptr + g), 0), rows)
+    if FMT < 2:
+        start = start // BLOCK * BLOCK
     return start, tl.minimum(tl.maximum(tl.load(starts_ptr + g + 1), start), rows)
 
 
@@ -131,8 +134,8 @@ def _wgrad_kernel(
     g = pid // (tiles_n * tiles_k)
     rows = pid % (tiles_n * tiles_k) // tiles_k * BM + tl.arange(0, BM)
     cols = pid % tiles_k * BN + tl.arange(0, BN)
-    a_start, a_end = _range(a_starts_ptr, g, P)
-    b_start, b_end = _range(b_starts_ptr, g, Q)
+    a_start, a_end = _range(a_starts_ptr, g, P, FMT_A, A_K)
+    b_start, b_end = _range(b_starts_ptr, g, Q, FMT_B, B_K)
     # Where one side has more columns, they are padding of the other's last block: zero.
     size = tl.minimum(a_end - a_start, b_end - b_start)
     # A row past the end is computed from the last one and not stored.
@@ -197,6 +200,8 @@ def grouped_wgrad(
         return out.zero_()
     left, right = _across("a", a, a_scale, a_block), _across("b", b, b_scale, b_block)
     bm, bn, warps = tile(N, K, left, right)
+    if a_block is None or b_block is None:
+        bn = 64  # groups start anywhere in it: elements are read one by one, and take registers for their addresses
     constants = {"BM": bm, "BN": bn, **constants_of(left, right, 0, out_dtype, a.device)}
     # Groups that are padded on both sides have whole tiles only.
     constants["EVEN"] = a_block is not None and b_block is not None and not INTERPRETED

@@ -1,10 +1,11 @@
-"""The table of tiles of the Hopper grouped product: every row of the output in exactly one tile, none in two groups.
+"""The tables of tiles of the Hopper grouped products: every row of the output in exactly one tile, none in two groups.
 Runs in Triton's interpreter, in a process of its own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 pytest.importorskip("triton", reason="tests of Triton kernels")
 from mxfp8.kernels import grouped_gemm_hopper
@@ -36,3 +37,33 @@ def test_every_row_is_in_one_tile_of_its_group(sizes: list[int], rows: int, heig
             assert found[r] is None
             found[r] = group
     assert found == owner
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 27, 640], [0, 0], [333], [128] * 5, [3, 200] * 40], ids=str)
+@pytest.mark.parametrize("height, step", [(128, 128), (192, 256)])
+def test_every_row_of_a_weight_gradient_sums_over_its_group(sizes: list[int], height: int, step: int) -> None:
+    steps = [-(-size // step) for size in sizes]
+    starts = pad(torch.tensor(steps).cumsum(0), (1, 0)).to(torch.int32) * step
+    table = grouped_gemm_hopper._divided_table(starts, 300, 128 * 1024, len(sizes), height, step).tolist()
+    found: dict[tuple[int, int], list[int]] = {}
+    for row, end, within, first, last in table:
+        group = row // 300
+        assert (end, within) == (300 * (group + 1), row % 300)
+        for r in range(row, min(row + height, end)):
+            assert (group, r - 300 * group) not in found
+            found[group, r - 300 * group] = [first, last]
+    assert len(found) == 300 * len(sizes)
+    for (group, _), (first, last) in found.items():
+        assert (last - first) * 128 == steps[group] * step
+        assert first * 128 == starts[group] or (not steps[group] and first == 0)
+    if len(sizes) <= grouped_gemm_hopper._RANKED:
+        lengths = [last - first for *_, first, last in table]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize("starts", [[-7, 900, 2**31 - 1, 3], [500, 400, 300, 200], [0, 2**30, -(2**31), 64]], ids=str)
+def test_bad_starts_stay_within_the_rows(starts: list[int]) -> None:
+    for *_, first, last in grouped_gemm_hopper._divided_table(
+        torch.tensor(starts, dtype=torch.int32), 300, 1024, 3, 128, 128
+    ).tolist():
+        assert 0 <= first <= last <= 8
