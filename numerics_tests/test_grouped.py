@@ -1,6 +1,8 @@
 """Grouped GEMM and ``MXFP8GroupedLinear``: each group as if it were alone, empty groups and trailing rows zero."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -196,3 +198,138 @@ def test_bad_operands_of_grouped_gemm_are_named() -> None:
         mxfp8.grouped_gemm(a.dequantize(), b.dequantize(), offs)
     with pytest.raises(TypeError, match=r"out_dtype is torch\.int32"):
         mxfp8.grouped_gemm(a, b, offs, torch.int32)
+
+
+# The ops beneath the layer
+
+
+@groups
+@pytest.mark.parametrize("block", [(1, 32), (1, 128), (32, 32), (128, 128)], ids=str)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("hadamard", [None, 16, 128])
+def test_cast_of_each_group_alone(sizes, rows: int, block, rounding: str, hadamard, device: torch.device) -> None:
+    x, offs = torch.randn(rows, 80, device=device), ends(sizes, device)
+    x[sum(sizes) :] = torch.nan  # rows of no group must not be read
+    key = mxfp8.RngKey(seed=5, step=3, stream=1, row_offset=2)
+    rest = {"block": block, "rounding": rounding}
+    q, starts = mxfp8.quantize_grouped(x, offs, **rest, seed=key, hadamard=hadamard, hadamard_seed=7)
+    step = max(block[1], hadamard or 1)
+    assert q.shape == ((rows + min(len(sizes), rows) * (step - 1)) // step * step, 80)
+    at = start = 0
+    for size, found in zip(sizes, starts.tolist(), strict=False):
+        assert found == at
+        part = x[start : start + size]
+        if hadamard is not None:
+            part = mxfp8.hadamard(part, -2, hadamard, 7)
+        want = mxfp8.quantize(part, -2, **rest, seed=key.at(start))
+        blocks = want.scale_bytes.shape[0]
+        assert torch.equal(q.qdata[at : at + len(part)].view(torch.uint8), want.qdata.view(torch.uint8))
+        assert torch.equal(q.scale_bytes[at // block[1] : at // block[1] + blocks], want.scale_bytes)
+        past = -(-len(part) // step) * step
+        assert not q.qdata[at + len(part) : at + past].view(torch.uint8).any()
+        at, start = at + past, start + size
+    assert starts[-1] == at
+    assert not q.qdata[at:].view(torch.uint8).any()
+    assert not q.scale_bytes[at // block[1] :].any()
+
+
+PAIRS = [((1, 32), (1, 32)), ((1, 128), (128, 128)), ((1, 256), (1, 256)), ((1, 32), (1, 128)), (None, (1, 32)),
+         ((32, 32), None)]  # fmt: skip
+
+
+@groups
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_weight_gradients(sizes, rows: int, pair, device: torch.device) -> None:
+    """Small integers, whose sums are exact in every backend."""
+    dy, x = (torch.randint(-3, 4, (rows, n), device=device).bfloat16() for n in (72, 200))
+    dy[sum(sizes) :], x[sum(sizes) :] = torch.nan, torch.nan
+    offs = ends(sizes, device)
+    a, b = (t if k is None else mxfp8.quantize_grouped(t, offs, block=k) for t, k in zip((dy, x), pair, strict=True))
+    for dtype in (torch.float32, torch.bfloat16):
+        got, start = mxfp8.grouped_wgrad(a, b, offs, dtype), 0
+        assert (got.shape, got.dtype) == ((len(sizes), 72, 200), dtype)
+        for g, size in enumerate(sizes):
+            part = slice(start, start := start + size)
+            assert torch.equal(got[g], (dy[part].double().mT @ x[part].double()).to(dtype))
+
+
+@pytest.mark.parametrize("N, K", [(0, 32), (32, 0)])
+def test_empty_weight_gradients(N: int, K: int, device: torch.device) -> None:
+    offs = ends([3, 4], device)
+    a, b = (mxfp8.quantize_grouped(torch.ones(7, n, device=device), offs) for n in (N, K))
+    assert mxfp8.grouped_wgrad(a, b).shape == (2, N, K)
+
+
+def test_bad_operands_of_weight_gradients_are_named() -> None:
+    x, offs = torch.ones(7, 64), torch.tensor([3, 7])
+    q = mxfp8.quantize_grouped(x, offs)
+    with pytest.raises(TypeError, match="at least one operand"):
+        mxfp8.grouped_wgrad(x, x, offs)
+    with pytest.raises(TypeError, match=r"out_dtype is torch\.int32"):
+        mxfp8.grouped_wgrad(q, q, out_dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"b is torch\.float64"):
+        mxfp8.grouped_wgrad(q, x.double(), offs)
+    with pytest.raises(ValueError, match="b is in high precision"):
+        mxfp8.grouped_wgrad(q, x)
+    with pytest.raises(ValueError, match=r"a has 2 groups .* b 1"):
+        mxfp8.grouped_wgrad(q, mxfp8.quantize_grouped(x, offs[1:]))
+    for call, match in (
+        (lambda: mxfp8.quantize_grouped(x[None], offs), r"takes x\[M, C\]"),
+        (lambda: mxfp8.quantize_grouped(x, offs, rounding="stochastic"), "needs seed"),
+        (lambda: mxfp8.quantize_grouped(x, offs, hadamard=8), "hadamard is 8"),
+        (lambda: mxfp8.quantize_grouped(x, offs + 1), r"offs\[1\] is 8"),
+        (lambda: mxfp8.grouped_wgrad(q, x, offs - 4), r"offs\[0\] is -1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    with pytest.raises(TypeError, match=r"not torch\.int64"):
+        mxfp8.quantize_grouped(x.long(), offs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["mxfp8_coalesced", "mxfp8_rceil", "mxfp8_rceil_wgrad_with_hp"])
+def test_a_graph_replays_with_other_groups(recipe: str) -> None:
+    """Forward and backward wait for nothing, and read the offsets anew at every replay."""
+    layer = MXFP8GroupedLinear(3, 128, 256, device="cuda", dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(700, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy, offs = torch.randn(700, 256, device="cuda", dtype=torch.bfloat16), ends([200, 0, 450], torch.device("cuda"))
+
+    def step() -> tuple[torch.Tensor, ...]:
+        layer.weight.grad = x.grad = None
+        y = layer(x, offs)
+        y.backward(dy)
+        return y.detach(), x.grad, layer.weight.grad
+
+    side, before = torch.cuda.Stream(), torch.cuda.get_sync_debug_mode()
+    side.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    for sizes in ([200, 0, 450], [1, 699, 0], [0, 0, 0], [31, 33, 129]):
+        offs.copy_(ends(sizes, offs.device))
+        graph.replay()
+        got = [t.clone() for t in made]
+        assert all(torch.equal(g, w) for g, w in zip(got, step(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offs", [[5, 3, 7], [-1, 3, 7], [3, 7, 900]], ids=str)
+def test_bad_offsets_stop_the_device(offs: list[int]) -> None:
+    """In a process of its own: what stops there cannot go on."""
+    code = (
+        "import mxfp8, torch\n"
+        "a, b = (mxfp8.quantize(torch.ones(n, device='cuda')) for n in ((64, 128), (3, 128, 128)))\n"
+        f"mxfp8.grouped_gemm(a, b, torch.tensor({offs}, device='cuda'))\n"
+        "torch.cuda.synchronize()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "assert" in done.stderr + done.stdout
