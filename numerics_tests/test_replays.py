@@ -226,6 +226,15 @@ def test_forgotten_before_they_become_a_leak(kernel: Kernel, monkeypatch: pytest
     assert len(replays._seen) <= 4
 
 
+def test_forgotten_when_something_else_is_decided(kernel: Kernel) -> None:
+    versions = ({}, {})
+    for seed in range(4):
+        call(lambda x: add(kernel, x, 1, versions[0]), bytes_(seed))
+    replays.forget()
+    for seed in range(4):
+        assert torch.equal(call(lambda x: add(kernel, x, 2, versions[1]), bytes_(seed)), bytes_(seed) + 2)
+
+
 @pytest.mark.parametrize("block", [[1, 32], (1.0, 32), "1x32"])
 def test_arguments_are_checked_as_before(block: object) -> None:
     x = torch.randn(4, 64)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["again", "key", "run"]
+__all__ = ["again", "forget", "key", "run"]
 
 _RECORDED = ("cuda",)  # device types
 _LIMIT = 8192  # keys are one per shape: forget them all before they become a leak
@@ -61,8 +61,7 @@ def run(key: Hashable, op: Callable[[], Any], inputs: Sequence[torch.Tensor]) ->
         return op()
     if key not in _seen:
         if len(_seen) >= _LIMIT:
-            _seen.clear()
-            _replays.clear()
+            forget()
         _seen[key] = True
     elif _seen[key] and len({x.data_ptr() for x in inputs}) == len(inputs):  # else whose address is it?
         recorder = importlib.import_module("mxfp8.kernels._replay")
@@ -74,6 +73,12 @@ def run(key: Hashable, op: Callable[[], Any], inputs: Sequence[torch.Tensor]) ->
             _replays[key] = replay
         return out
     return op()
+
+
+def forget() -> None:
+    """Forget every call: what they would launch is not what the ops would decide any more."""
+    _seen.clear()
+    _replays.clear()
 
 
 @functools.cache
