@@ -35,7 +35,8 @@ def product_key(M: int, N: int, K: int, sides: int, pairs: bool) -> str:
 
 def find(key: str, device: int) -> tuple[str, int] | None:
     """The name of the tile and the number of parts of K for a product on a GPU, or None."""
-    return _read(path()).get(_machine(device), {}).get(key)
+    tables = _read(path())
+    return tables.get(_machine(device), {}).get(key) if tables else None
 
 
 def add(found: dict[str, tuple[str, int]], device: int) -> Path:

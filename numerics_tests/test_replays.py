@@ -444,6 +444,12 @@ def test_whole_passes_on_a_gpu(rows: int, recipe: str, monkeypatch: pytest.Monke
             assert same(got, both(x, dy))
     if recipe == "mxfp8_coalesced" and torch.cuda.get_device_capability() == (9, 0):
         assert kinds()["linear forward"] == kinds()["linear backward"] == 1
+    del got  # its leaves' nodes belong to the stream they were made on, and would be used again while capturing
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both(x, dy)
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = both(x, dy)
