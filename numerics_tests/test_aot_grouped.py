@@ -14,7 +14,13 @@ import pytest
 
 pytest.importorskip("triton", reason="tests of Triton kernels")
 import triton.language as tl
-from mxfp8.kernels import _groups, grouped_gemm_hopper, grouped_gemm_triton, quantize_grouped_triton
+from mxfp8.kernels import (
+    _groups,
+    grouped_gemm_hopper,
+    grouped_gemm_triton,
+    quantize_grouped_hopper,
+    quantize_grouped_triton,
+)
 from mxfp8.kernels._device import INTERPRETED
 from mxfp8.kernels._gluon import HAVE_GLUON
 
@@ -60,6 +66,25 @@ def cast(block: tuple[int, int], hadamard: int | None, noisy: bool) -> Version:
     )  # fmt: skip
 
 
+def hopper_cast(block: tuple[int, int], x: str) -> Version:
+    rc = (block[1], block[0])
+    bm, bk, options = quantize_grouped_hopper.tile(rc, rc, False, 2048)
+    warps = options["num_warps"]
+    return Version(
+        kernel=quantize_grouped_hopper._kernel,
+        constants={
+            "BM": bm, "BK": bk, "STEP": rc[0], "CB": rc[1], "FMT": 0, "RULE": 0, "SATFINITE": False, "WHOLE": False,
+            "LA": quantize_grouped_hopper.row_layout(bk, 2, warps),
+            "LB": quantize_grouped_hopper.column_layout(bm, bk, warps),
+        },
+        types={"x_ptr": x, "table_ptr": "*i32"},
+        odd=("pieces",),
+        options=options,
+        instruction={HOPPER: r"STG\.E\.128"},
+        gluon=True,
+    )  # fmt: skip
+
+
 def weight_gradient(tile: tuple[int, int, int], **more: Any) -> Version:
     made = portable_gemm(grouped_gemm_triton._wgrad_kernel, tile, **more)
     odd = ("P", "Q", "sa_r", "sa_k", "sb_r", "sb_k")
@@ -85,6 +110,8 @@ def versions() -> Iterator[tuple[str, Make, tuple[int, ...]]]:
     yield "wgrad 1x32 bf16", make, both
     if not HAVE_GLUON:
         return
+    for block, x in itertools.product(((1, 32), (1, 128), (1, 256), (32, 32), (128, 128)), ("*bf16", "*fp32")):
+        yield f"quantize_grouped hopper {block} {x}", partial(hopper_cast, block, x), (HOPPER,)
     for tile in ("TALL", "WIDE", "SMALL"):
         yield f"wgrad hopper {tile}", partial(hopper_weight_gradient, tile), (HOPPER,)
     for tile in ("WIDE", "SMALL"):
@@ -120,6 +147,7 @@ def test_offsets_are_checked_by_an_assertion(capability: int, tmp_path: Path) ->
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 def test_tables_spill_nothing(capability: int, tmp_path: Path) -> None:
     for kernel, constants, types, warps in (
+        (quantize_grouped_hopper._pieces_kernel, {"STEP": 32, "GROUPS": 64}, {"offs_ptr": "*i64"}, 1),
         (grouped_gemm_hopper._table_kernel, {"BM": 192, "GROUPS": 64}, {"offs_ptr": "*i64"}, 1),
         (
             grouped_gemm_hopper._divided_table_kernel,
@@ -129,8 +157,8 @@ def test_tables_spill_nothing(capability: int, tmp_path: Path) -> None:
         ),
     ):
         made = Version(
-            kernel=kernel, constants=constants, types={**types, "table_ptr": "*i32"}, odd=("M", "N", "P", "G"),
-            options={"num_warps": warps}, instruction={},
+            kernel=kernel, constants=constants, types={"starts_ptr": "*i32", "table_ptr": "*i32", **types},
+            odd=("M", "N", "P", "G"), options={"num_warps": warps}, instruction={},
         )  # fmt: skip
         built = build(made, capability, tmp_path)
         assert built.stack == 0

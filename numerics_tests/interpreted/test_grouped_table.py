@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 pytest.importorskip("triton", reason="tests of Triton kernels")
-from mxfp8.kernels import grouped_gemm_hopper
+from mxfp8.kernels import grouped_gemm_hopper, quantize_grouped_hopper
 from mxfp8.kernels._device import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 before pytest starts")
@@ -67,3 +67,22 @@ def test_bad_starts_stay_within_the_rows(starts: list[int]) -> None:
         torch.tensor(starts, dtype=torch.int32), 300, 1024, 3, 128, 128
     ).tolist():
         assert 0 <= first <= last <= 8
+
+
+@pytest.mark.parametrize("sizes, rows", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("step", [32, 128])
+def test_pieces_of_a_cast_are_the_rows_of_the_groups_in_order(sizes: list[int], rows: int, step: int) -> None:
+    """What the Hopper cast reads its rows by."""
+    offs, G = torch.tensor(sizes).cumsum(0).to(torch.int32), len(sizes)
+    pieces = (rows + min(G, rows) * (step - 1)) // step
+    table, starts = torch.full((pieces, 2), -9, dtype=torch.int32), torch.empty(G + 1, dtype=torch.int32)
+    groups = 1 << G.bit_length()
+    quantize_grouped_hopper._pieces_kernel[(pieces,)](offs, table, starts, rows, G, STEP=step, GROUPS=groups)
+    want, start, at = [], 0, [0]
+    for size in sizes:
+        want += [[r, min(step, start + size - r)] for r in range(start, start + size, step)]
+        start += size
+        at.append(len(want) * step)
+    assert table.tolist()[: len(want)] == want
+    assert all(count == 0 for _, count in table.tolist()[len(want) :])
+    assert starts.tolist() == at
