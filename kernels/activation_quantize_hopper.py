@@ -276,7 +276,7 @@ _LIGHT = ("relu", "gelu_tanh", "silu")
 """Activations that leave registers for 64 elements a thread, of 16 bits each. More than fit, ptxas saves to memory."""
 
 
-def tile_of(copies: Copies, light: bool, backward: bool) -> tuple[int, int, dict[str, int]]:
+def tile_of(copies: Copies, light: bool, backward: bool, hp: bool) -> tuple[int, int, dict[str, int]]:
     """``(BM, BK, options)`` for an activation. Addresses and scales cost half with 64 elements a thread, and fewer
     warps wait for each other; limits on registers are those of two and of three programs a multiprocessor."""
     rows, cols = max(b[0] for b in copies.blocks), max(b[1] for b in copies.blocks)
@@ -289,9 +289,10 @@ def tile_of(copies: Copies, light: bool, backward: bool) -> tuple[int, int, dict
         return 64, 128, {"num_warps": 4 if light and square else 8}
     if alone and light and (rows, cols) == (128, 1):
         return 128, 64, {"num_warps": 4}
-    if max(rows, cols) == 128 and light:
+    if max(rows, cols) == 128 and light and (square or not backward):
         return 128, 128, {"num_warps": 8, "maxnreg": 80 if alone and not backward else 128}
-    return tile(copies)
+    bm, bk, options = tile(copies)
+    return bm, bk, {**options, "maxnreg": 128} if hp else options  # unasked, the compiler stops at 64 and spills
 
 
 def layouts(bm: int, bk: int, warps: int, copies: Copies) -> dict[str, Any]:
@@ -333,12 +334,14 @@ def _plan(
     copies = Copies.of(result, casts, True)
     (b, r, _), x_strides = three_dims(shape, strides)
     more = () if dy_strides is None else three_dims((*shape[:-1], width), dy_strides)[1]
-    bm, bk, options = tile_of(copies, itemsize == 2 and activation in _LIGHT, dy_strides is not None)
+    backward, hp = dy_strides is not None, "hp" in casts.outputs
+    light = activation in _LIGHT and itemsize == 2 and not hp
+    bm, bk, options = tile_of(copies, light, backward, hp)
     if (grid := tiled_grid(b, -(-r // bm), -(-width // bk), 8)) is None:
         return None
     warps = options["num_warps"]
     constants = {
-        "BM": bm, "BK": bk, "ACT": ACTIVATIONS[activation], "BIAS": bias, "HP": "hp" in casts.outputs,
+        "BM": bm, "BK": bk, "ACT": ACTIVATIONS[activation], "BIAS": bias, "HP": hp,
         "ROUND": casts.round_first, **copies.constants,
         "WHOLE": r % bm == 0 and width % bk == 0,
         **layouts(bm, bk, warps, copies), "BATCHED": b > 1,
