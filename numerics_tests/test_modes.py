@@ -25,10 +25,10 @@ def test_the_told_way_is_the_one_taken(backend: str, monkeypatch: pytest.MonkeyP
     """Every pair of blocks, and an operand in high precision on either side: which function the backend then calls."""
     module = importlib.import_module(f"mxfp8.kernels.gemm_{backend}")
     taken: list[str] = []
-    for name in ("_coalesced", "exact", "_by_torch", "_by_dot_scaled"):
+    for name in ("coalesced", "exact", "_by_torch", "_by_dot_scaled"):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, lambda *_, name=name: taken.append(name))
-    ways = {"exact": {Mode.BF16}, "_coalesced": {Mode.FP8, Mode.FP8_256}}
+    ways = {"exact": {Mode.BF16}, "coalesced": {Mode.FP8, Mode.FP8_256}}
     ways["_by_torch"] = ways["_by_dot_scaled"] = {Mode.BLOCK_SCALED}
     sides: list[tuple[int, int] | None] = [*BLOCK_SHAPES, None]
     for a, b in ((a, b) for a in sides for b in sides if a or b):
