@@ -148,8 +148,8 @@ def products(
 def grouped_products(
     m: int, n: int, k: int, cases: list[str], backend: str, offs: Tensor
 ) -> dict[str, Callable[[], object]]:
-    """Our grouped products by case, each group checked. They are timed without the check of ``offs`` that the public
-    name makes on the host, which waits for the GPU; torch's make none."""
+    """Our grouped products by case, each group checked. They are timed without the launch by which the public name
+    checks ``offs`` on the GPU; torch's names make none."""
     found: dict[str, Callable[[], object]] = {}
     for case in cases:
         a = operand(m, k, CASES[case][0], offs.device)

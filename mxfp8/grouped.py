@@ -53,6 +53,8 @@ class MXGroups(NamedTuple):
     starts: torch.Tensor
 
 
+# As a layer of groups: what is compiled calls it, and is not compiled through it.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def quantize_grouped(
     x: torch.Tensor,
     offs: torch.Tensor,
@@ -106,6 +108,7 @@ def quantize_grouped(
     return MXGroups(MXTensor.trusted(qdata, scale, form, -2, block), starts)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def grouped_wgrad(
     a: MXGroups | torch.Tensor,
     b: MXGroups | torch.Tensor,
