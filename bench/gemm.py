@@ -2,7 +2,8 @@
 
 All products of a shape are timed in turn, each on data that the last-level cache no longer holds. Checked before that:
 every product of ours against float64 on the same quantised operands, on the first and the last rows. Operands are
-normal random elements under random scales, made as such, in the layout that ``mxfp8.quantize`` gives.
+normal random elements under random scales, made as such, in the layout that ``mxfp8.quantize`` gives; where equal
+scales of neighbours make a product faster, a second case has scales that mostly differ.
 
 ===============  ==========================================================================================
 case             blocks of ``a`` x ``b``
@@ -11,7 +12,8 @@ g128             1x128 x 128x128
 g256             1x256 x 128x128, where two blocks of ``b`` in a row agree, as those of a fresh weight do
 g256_apart       the same where they are random and mostly differ: a promotion each 128 of K
 two_sided        1x128 x 1x128
-square           32x32 x 32x32
+square           32x32 x 32x32, casts of a normalised activation (normal, of deviation 1) and of a weight (0.02)
+square_apart     the same with random scales, which nearly all differ from their neighbours
 exact            1x32 x 1x32: neither side gives anything up for speed
 grouped_g128     g128, with the rows in 8 groups of random sizes and a matrix for each
 ===============  ==========================================================================================
@@ -41,6 +43,7 @@ CASES: dict[str, tuple[BlockShape, BlockShape]] = {
     "g256_apart": ((1, 256), (128, 128)),
     "two_sided": ((1, 128), (1, 128)),
     "square": ((32, 32), (32, 32)),
+    "square_apart": ((32, 32), (32, 32)),
     "exact": ((1, 32), (1, 32)),
     "grouped_g128": ((1, 128), (128, 128)),
 }
@@ -68,6 +71,10 @@ def operand(rows: int, k: int, block: BlockShape, device: torch.device, alike: i
     down, across = -(-rows // block[0]), -(-k // block[1])
     scale = torch.randint(120, 128, (-(-across // alike), down), dtype=torch.uint8, device=device)
     return MXTensor(values.to(torch.float8_e4m3fn), scale.repeat_interleave(alike, 0)[:across].mT, "e4m3", -1, block)
+
+
+def normal(rows: int, k: int, sigma: float, device: torch.device) -> Tensor:
+    return torch.randn(rows, k, device=device, dtype=torch.bfloat16).mul_(sigma)
 
 
 def check(a: MXTensor, b: MXTensor, out: Tensor, what: str, first: int = 0, last: int | None = None) -> None:
@@ -137,8 +144,13 @@ def products(
     """Our products by case, each checked."""
     found: dict[str, Callable[[], object]] = {}
     for case in cases:
-        a = operand(m, k, CASES[case][0], device)
-        b = operand(n, k, CASES[case][1], device, alike=2 if case == "g256" else 1)
+        if case == "square":
+            a, b = (
+                mxfp8.quantize(normal(rows, k, sigma, device), block=(32, 32)) for rows, sigma in ((m, 1), (n, 0.02))
+            )
+        else:
+            a = operand(m, k, CASES[case][0], device)
+            b = operand(n, k, CASES[case][1], device, alike=2 if case == "g256" else 1)
         call = partial(mxfp8.gemm, a, b, backend=backend)
         check(a, b, call(), f"{case} {m}x{n}x{k}")
         found[case] = call
@@ -195,7 +207,9 @@ def main(
     save: Annotated[bool, typer.Option("--save", help="write the rows to bench/results/")] = False,
     seconds: Annotated[float, typer.Option(help="time to spend on each shape")] = 1.0,
     shapes: Annotated[str, typer.Option(help="MxNxK, separated by commas; default: a set for the device")] = "",
-    cases: Annotated[str, typer.Option(help="separated by commas")] = "g128,g256,square,exact,grouped_g128",
+    cases: Annotated[
+        str, typer.Option(help="separated by commas")
+    ] = "g128,g256,square,square_apart,exact,grouped_g128",
     backend: Annotated[str, typer.Option(help="auto, or the backend that must run")] = "auto",
 ) -> None:
     """Time ``mxfp8.gemm`` and ``grouped_gemm`` beside torch's products (ratio above 1: ours is faster)."""

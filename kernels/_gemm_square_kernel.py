@@ -5,13 +5,10 @@ of slots, each 128 of K deep. A slot has four steps of 32 of K, in each of which
 32x32 neighbours. A thread holds two rows by 32 columns of a step's product, so that it needs four factors: the scalers
 leave products of scales in the slot, in the order [step, 32 rows, 32 columns], and one 16-byte load gets a step's.
 
-A promotion costs about what the tensor core takes for the step, so two things keep it small:
-
-* ``CHAIN``: where a step has the factors of the one before, for all of a consumer's blocks, it adds to the same sum in
-  the tensor core, and one promotion serves both. Scalers compare factors and leave three bits a slot for each consumer.
-  Blocks of one tensor mostly agree or differ by one binade, see :mod:`gemm_square_align`.
-* ``HALVES``: where no step does, products are made in halves of 64 columns, so that one is promoted while the tensor
-  core works on the other.
+A promotion costs about what the tensor core takes for the step. So where a step has the factors of the one before, for
+all of a consumer's blocks, it adds to the same sum in the tensor core, and one promotion serves both. Scalers compare
+scale bytes and leave three bits a slot. Blocks of one tensor mostly agree, or differ by one binade where their maxima
+lie around a power of two times 448.
 
 **Numerics.** As :mod:`_gemm_hopper_kernel`, but a partial sum spans 32 of K, or up to 128 where factors agree. The
 factors alone decide which, so that the same operands give the same bits.
@@ -40,29 +37,26 @@ def _either(x, y):
 
 
 @gluon.jit
-def _bytes(a_ptr, a_c, a_inside, b_ptr, b_c, b_inside, step, end, CHAIN: gl.constexpr):
-    """Scale bytes of steps ``step``, ``step`` + 1 and, with ``CHAIN``, ``step`` + 2. Past the last block of K, where
-    operands are zero, its bytes are repeated."""
+def _bytes(a_ptr, a_c, a_inside, b_ptr, b_c, b_inside, step, end):
+    """Scale bytes of steps ``step``, ``step`` + 1 and ``step`` + 2. Past the last block of K, where operands are zero,
+    its bytes are repeated."""
     step0 = gl.minimum(step, end)
     step1 = gl.minimum(step + 1, end)
+    step2 = gl.minimum(step + 2, end)
     a0 = gl.load(a_ptr + step0 * a_c, mask=a_inside, other=127)
     b0 = gl.load(b_ptr + step0 * b_c, mask=b_inside, other=127)
     a1 = gl.load(a_ptr + step1 * a_c, mask=a_inside, other=127)
     b1 = gl.load(b_ptr + step1 * b_c, mask=b_inside, other=127)
-    a2 = a1
-    b2 = b1
-    if CHAIN:
-        step2 = gl.minimum(step + 2, end)
-        a2 = gl.load(a_ptr + step2 * a_c, mask=a_inside, other=127)
-        b2 = gl.load(b_ptr + step2 * b_c, mask=b_inside, other=127)
+    a2 = gl.load(a_ptr + step2 * a_c, mask=a_inside, other=127)
+    b2 = gl.load(b_ptr + step2 * b_c, mask=b_inside, other=127)
     return a0, b0, a1, b1, a2, b2
 
 
 @gluon.jit
-def _scale(data, SUBS: gl.constexpr, STAGES: gl.constexpr, CHAIN: gl.constexpr, PARTS: gl.constexpr):
+def _scale(data, SUBS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr):
     """The scaler warps, two steps of a slot each: 8 x 4 factors for each step, of which ``2 * SUBS`` blocks of rows are
-    used; with ``CHAIN`` also two words for each consumer, where together bit ``i`` says that step ``i + 1`` has the
-    scale bytes of step ``i``. Bytes are loaded before the wait for the slot, which is as long as their way."""
+    used; and two words for each consumer, where together bit ``i`` says that step ``i + 1`` has the scale bytes of step
+    ``i``. Bytes are loaded before the wait for the slot, which is as long as their way."""
     f_bufs, t_bufs, full, empty, sa_ptr, sa_r, sa_c, sb_ptr, sb_r, sb_c, shape = data
     M, N, K = shape[0], shape[1], shape[2]
     end = gl.cdiv(K, 32) - 1
@@ -76,31 +70,30 @@ def _scale(data, SUBS: gl.constexpr, STAGES: gl.constexpr, CHAIN: gl.constexpr, 
         b_inside = col + 32 * across < N
         a_at = (row // 32 + down) * sa_r
         b_at = (col // 32 + across) * sb_r
-        bytes_ = _bytes(sa_ptr + a_at, sa_c, a_inside, sb_ptr + b_at, sb_c, b_inside, 4 * first + step, end, CHAIN)
+        bytes_ = _bytes(sa_ptr + a_at, sa_c, a_inside, sb_ptr + b_at, sb_c, b_inside, 4 * first + step, end)
         for k in range(first, last):
             a0, b0, a1, b1, a2, b2 = bytes_
             after = gl.minimum(4 * (k + 1), end) + step
-            bytes_ = _bytes(sa_ptr + a_at, sa_c, a_inside, sb_ptr + b_at, sb_c, b_inside, after, end, CHAIN)
-            if CHAIN:  # the last word's second bit is not used
-                alike = gl.where((a0 == a1) & (b0 == b1), 1, 0) | gl.where((a1 == a2) & (b1 == b2), 2, 0)
-                alike = gl.reduce((alike << step).reshape([8, 8]), 1, _both)
+            bytes_ = _bytes(sa_ptr + a_at, sa_c, a_inside, sb_ptr + b_at, sb_c, b_inside, after, end)
+            # The last word's second bit is not used.
+            alike = gl.where((a0 == a1) & (b0 == b1), 1, 0) | gl.where((a1 == a2) & (b1 == b2), 2, 0)
+            alike = gl.reduce((alike << step).reshape([8, 8]), 1, _both)
             f0, f1 = _factor(a0.to(gl.int32), b0.to(gl.int32)), _factor(a1.to(gl.int32), b1.to(gl.int32))
             mbarrier.wait(empty.index(slot), phase)
             f_bufs.index(slot).slice(0, 1, 1).store(f0.reshape([2, 1, 32]))
             f_bufs.index(slot).slice(1, 1, 1).store(f1.reshape([2, 1, 32]))
-            if CHAIN:
-                t_bufs.index(slot).store(alike.reshape([2, 4]))
+            t_bufs.index(slot).store(alike.reshape([2, 4]))
             mbarrier.arrive(full.index(slot))
             slot, phase = _next(slot, phase, STAGES)
 
 
-# Products are [64, 128] or [64, 64], and seen as [2, 32, columns / 32, 32] where factors and sums are concerned.
+# Products are [64, 128], and seen as [2, 32, 4, 32] where factors and sums are concerned.
 
 
 @gluon.jit
-def _factors(f_bufs, at, WHO: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, seen: gl.constexpr):
-    """Of step ``at`` of the ring, for ``COUNT`` blocks of columns from ``FIRST`` on."""
-    f = f_bufs.index(at).slice(2 * WHO, 2, 0).slice(FIRST, COUNT, 1)
+def _factors(f_bufs, at, WHO: gl.constexpr, seen: gl.constexpr):
+    """Of step ``at`` of the ring."""
+    f = f_bufs.index(at).slice(2 * WHO, 2, 0)
     return f.load(gl.SliceLayout(1, gl.SliceLayout(3, seen))).expand_dims(1).expand_dims(3)
 
 
@@ -117,11 +110,11 @@ def _ahead(data, state, k, WHO: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: g
 
 
 @gluon.jit
-def _whole(
+def _slot(
     acc, alike, data, state, k,
     WHO: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CHAIN: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """A slot's four steps in 128 columns each: a step whose bit is set in ``alike`` adds to the sum before."""
+    """A slot's four steps; with ``CHAIN`` a step whose bit is set in ``alike`` adds to the sum before."""
     f_bufs, empty, here = data[3], data[6], state[0]
     seen: gl.constexpr = acc.type.layout
     a = data[0].index(here * CONSUMERS + WHO)
@@ -137,12 +130,12 @@ def _whole(
             if CHAIN:
                 go_on = (alike & (1 << (step - 1))) != 0
             if not go_on:
-                f = _factors(f_bufs, 4 * here + step - 1, WHO, 0, 4, seen)
+                f = _factors(f_bufs, 4 * here + step - 1, WHO, seen)
                 part = warpgroup_mma_wait(0, deps=[p])
                 acc += part.reshape([2, 32, 4, 32]) * f
             # Into the registers of the partial sum before: with others the compiler keeps two, and spills.
             p = warpgroup_mma(a_step, b_step, p, use_acc=go_on, is_async=True)
-    f = _factors(f_bufs, 4 * here + 3, WHO, 0, 4, seen)
+    f = _factors(f_bufs, 4 * here + 3, WHO, seen)
     slot, phase, place = _ahead(data, state, k, WHO, CONSUMERS, STAGES, PARTS)
     p = warpgroup_mma_wait(0, deps=[p])
     mbarrier.arrive(empty.index(here))
@@ -151,48 +144,9 @@ def _whole(
 
 
 @gluon.jit
-def _halves(acc, data, state, k, WHO: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr):
-    """A slot's four steps in two halves of 64 columns each, which take turns in the tensor core and in promotion."""
-    f_bufs, empty, here = data[3], data[6], state[0]
-    zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-    seen: gl.constexpr = zero.reshape([2, 32, 2, 32]).type.layout
-    acc0, acc1 = acc.reshape([2, 32, 2, 2, 32]).permute([0, 1, 3, 4, 2]).split()
-    acc0 = gl.convert_layout(acc0, seen, assert_trivial=True)
-    acc1 = gl.convert_layout(acc1, seen, assert_trivial=True)
-    a = data[0].index(here * CONSUMERS + WHO)
-    b0 = data[1].index(here).slice(0, 64, 0).permute([1, 0])
-    b1 = data[1].index(here).slice(64, 64, 0).permute([1, 0])
-    p0 = warpgroup_mma(a.slice(0, 32, 1), b0.slice(0, 32, 0), zero, use_acc=False, is_async=True)
-    p1 = warpgroup_mma(a.slice(0, 32, 1), b1.slice(0, 32, 0), zero, use_acc=False, is_async=True)
-    for step in gl.static_range(4):
-        f0 = _factors(f_bufs, 4 * here + step, WHO, 0, 2, seen)
-        f1 = _factors(f_bufs, 4 * here + step, WHO, 2, 2, seen)
-        if step < 3:
-            a_step = a.slice(32 * step + 32, 32, 1)
-            p0 = warpgroup_mma_wait(1, deps=[p0])
-            acc0 += p0.reshape([2, 32, 2, 32]) * f0
-            # Waits for sums keep the compiler from starting a product before the one in its registers is added.
-            acc0 = warpgroup_mma_wait(1, deps=[acc0])
-            p0 = warpgroup_mma(a_step, b0.slice(32 * step + 32, 32, 0), p0, use_acc=False, is_async=True)
-            p1 = warpgroup_mma_wait(1, deps=[p1])
-            acc1 += p1.reshape([2, 32, 2, 32]) * f1
-            acc1 = warpgroup_mma_wait(1, deps=[acc1])
-            p1 = warpgroup_mma(a_step, b1.slice(32 * step + 32, 32, 0), p1, use_acc=False, is_async=True)
-        else:
-            p0 = warpgroup_mma_wait(1, deps=[p0])
-            acc0 += p0.reshape([2, 32, 2, 32]) * f0
-            slot, phase, place = _ahead(data, state, k, WHO, CONSUMERS, STAGES, PARTS)
-            p1 = warpgroup_mma_wait(0, deps=[p1])
-            mbarrier.arrive(empty.index(here))
-            acc1 += p1.reshape([2, 32, 2, 32]) * f1
-    both = gl.join(acc0, acc1).permute([0, 1, 4, 2, 3]).reshape([2, 32, 4, 32])
-    return gl.convert_layout(both, acc.type.layout, assert_trivial=True), slot, phase, place
-
-
-@gluon.jit
 def _consume(
-    data, WHO: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CHAIN: gl.constexpr, HALVES: gl.constexpr,
-    TMA_STORE: gl.constexpr, PARTS: gl.constexpr, HOW: gl.constexpr,
+    data, WHO: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, TMA_STORE: gl.constexpr,
+    PARTS: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup ``WHO``: rows ``64 * WHO`` and following of every tile."""
     c_bufs, t_bufs, full, output, shape = data[2], data[4], data[5], data[7], data[8]
@@ -211,18 +165,11 @@ def _consume(
         mbarrier.wait(full.index(slot), phase)
         for k in range(first, last):
             state = (slot, phase, place, after, last)
-            alike = 0
-            if CHAIN:
-                alike = gl.reduce(t_bufs.index(slot).slice(WHO, 1, 1).load(words).reshape([2]), 0, _either) & 7
-            if HALVES and not CHAIN:
-                acc, slot, phase, place = _halves(acc, data, state, k, WHO, CONSUMERS, STAGES, PARTS)
-            elif HALVES:
-                if alike == 0:
-                    acc, slot, phase, place = _halves(acc, data, state, k, WHO, CONSUMERS, STAGES, PARTS)
-                else:
-                    acc, slot, phase, place = _whole(acc, alike, data, state, k, WHO, CONSUMERS, STAGES, CHAIN, PARTS)
+            alike = gl.reduce(t_bufs.index(slot).slice(WHO, 1, 1).load(words).reshape([2]), 0, _either) & 7
+            if alike == 0:  # without a question between steps
+                acc, slot, phase, place = _slot(acc, alike, data, state, k, WHO, CONSUMERS, STAGES, False, PARTS)
             else:
-                acc, slot, phase, place = _whole(acc, alike, data, state, k, WHO, CONSUMERS, STAGES, CHAIN, PARTS)
+                acc, slot, phase, place = _slot(acc, alike, data, state, k, WHO, CONSUMERS, STAGES, True, PARTS)
         row += WHO * 64
         done = gl.convert_layout(acc.reshape([64, 128]), layout, assert_trivial=True)
         store(done, c_bufs.index(WHO), output, row, end, col, part, M, N, TMA_STORE, 0, False, HOW)
@@ -235,7 +182,7 @@ def square_kernel(
     a_desc, b_desc, c_desc, out_ptr, ldc, bias_ptr, sa_ptr, sa_r, sa_c, sb_ptr, sb_g, sb_r, sb_c,
     M, N, K, SPAN, SPLIT, G, table_ptr, q_ptr, s_ptr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, SPARE: gl.constexpr,
-    CHAIN: gl.constexpr, HALVES: gl.constexpr, TMA_STORE: gl.constexpr, PARTS: gl.constexpr, HOW: gl.constexpr,
+    TMA_STORE: gl.constexpr, PARTS: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """As ``coalesced_kernel`` with one sub-tile a consumer, for scales of 32 rows by 32 of K on both sides. ``sb_g``,
     ``G`` and ``table_ptr`` are not used."""
@@ -246,9 +193,7 @@ def square_kernel(
         c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, 64, 128], c_desc.layout)
     f_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 2, 32], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     f_steps = f_bufs._reinterpret(gl.float32, [STAGES * 4, 8, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    t_bufs = f_bufs
-    if CHAIN:
-        t_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
+    t_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -262,11 +207,11 @@ def square_kernel(
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_consume, (data, 0, CONSUMERS, STAGES, CHAIN, HALVES, TMA_STORE, PARTS, HOW)),
-                (_consume, (data, 1, CONSUMERS, STAGES, CHAIN, HALVES, TMA_STORE, PARTS, HOW)),
-                (_consume, (data, 2, CONSUMERS, STAGES, CHAIN, HALVES, TMA_STORE, PARTS, HOW)),
+                (_consume, (data, 0, CONSUMERS, STAGES, TMA_STORE, PARTS, HOW)),
+                (_consume, (data, 1, CONSUMERS, STAGES, TMA_STORE, PARTS, HOW)),
+                (_consume, (data, 2, CONSUMERS, STAGES, TMA_STORE, PARTS, HOW)),
                 (_load, (load, CONSUMERS, STAGES, 1, PARTS, False)),
-                (_scale, (scale, CONSUMERS, STAGES, CHAIN, PARTS)),
+                (_scale, (scale, CONSUMERS, STAGES, PARTS)),
             ],
             [4, 4, 1, 2],
             [REGISTERS, REGISTERS, SPARE, SPARE],
@@ -274,10 +219,10 @@ def square_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (data, 0, CONSUMERS, STAGES, CHAIN, HALVES, TMA_STORE, PARTS, HOW)),
-                (_consume, (data, 1, CONSUMERS, STAGES, CHAIN, HALVES, TMA_STORE, PARTS, HOW)),
+                (_consume, (data, 0, CONSUMERS, STAGES, TMA_STORE, PARTS, HOW)),
+                (_consume, (data, 1, CONSUMERS, STAGES, TMA_STORE, PARTS, HOW)),
                 (_load, (load, CONSUMERS, STAGES, 1, PARTS, False)),
-                (_scale, (scale, CONSUMERS, STAGES, CHAIN, PARTS)),
+                (_scale, (scale, CONSUMERS, STAGES, PARTS)),
             ],
             [4, 1, 2],
             [REGISTERS, SPARE, SPARE],

@@ -283,7 +283,9 @@ def tile_of(copies: Copies, light: bool, backward: bool, hp: bool) -> tuple[int,
     if copies.across is None:
         if rows > 1:
             return tile(copies)
-        return (16, 256, {"num_warps": 4}) if cols > 128 else (32, 128, {"num_warps": 4})  # no thread waits for another
+        if cols > 128:
+            return 16, 256, {"num_warps": 4}
+        return 64 if light and not backward else 32, 128, {"num_warps": 4}  # no thread waits for another
     alone, square = copies.along is None, copies.across.rc[1] > 1
     if max(rows, cols) <= 64:
         return 64, 128, {"num_warps": 4 if light and square else 8}

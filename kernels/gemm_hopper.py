@@ -5,11 +5,13 @@ Which way a product goes depends on the blocks of its operands alone (rows x col
 * ``a`` in 1x128, 1x256 or 128x128 and ``b`` in 128x128, 1x128 or 1x256: FP8 wgmma with one promotion to float32 for
   every 128 of K, see :mod:`_gemm_hopper_kernel`; for every 256 where ``a`` is 1x256 and ``b`` is 1x256, or 128x128 with
   the same byte in both halves. Fastest with ``b`` in 128x128.
+* both in 32x32: FP8 wgmma with a promotion for every 32 of K, or up to 128 where neighbouring blocks have the same
+  scales, see :mod:`_gemm_square_kernel`.
 * anything else: both operands are written out in bfloat16, where an element times a power of two is exact, and
   multiplied by cuBLAS with float32 accumulation. Operands that bfloat16 cannot hold (float16, float32) make it float32.
 
-Blocks of 32 along K stay with BF16 because a promotion every 32 of K costs as many cycles as the FP8 product itself:
-together that is the time of the BF16 product, with 32x32 blocks as with 1x32.
+1x32 blocks stay with BF16: a promotion every 32 of K, with a factor for each row and column, takes longer than the BF16
+product.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from ._gemm_epilogue import Maybe, casts_of, product_and_casts
 from ._gemm_exact import Block, Operand, exact, finish
 from ._gemm_hopper_epilogue import Epilogue
 from ._gemm_hopper_kernel import coalesced_kernel
+from ._gemm_square_kernel import square_kernel
 from ._gemm_tiles import SMALL, SMALL_PAIRS, WIDE, Tile, choose, factors, measured
 from ._gluon import Descriptor, hopper_why_not, swizzled
 from ._launch import Versions, aligned, launch_version
@@ -66,7 +69,8 @@ def gemm(
         accumulate: add to ``out``, which must then be float32; without an activation.
 
     **Numerics.** Coalesced scales: exact products, summed by the FP8 tensor core over 128 of K (at most 256 where ``a``
-    is 1x256), where about 14 bits of the running sum are kept, and from there on in float32. Two scales whose product
+    is 1x256), where about 14 bits of the running sum are kept, and from there on in float32; with 32x32 blocks over 32
+    to 128, as scales agree. Two scales whose product
     is above 2**127 make it Inf, below 2**-149 zero. All other blocks: exact products summed in float32; an element
     times its scale below 2**-126 is first rounded to bfloat16's subnormals, whose distance is 2**-133. The bias is
     added and the activation computed in float32 before the one rounding. The same operands give the same bits every
@@ -88,7 +92,13 @@ def gemm(
 
 def _fast(a_block: Block | None, b_block: Block | None) -> bool:
     """Whether FP8 tensor cores take operands in these blocks."""
-    return a_block is not None and b_block is not None and min(a_block[1], b_block[1]) >= 128
+    if a_block is None or b_block is None:
+        return False
+    return _square(a_block, b_block) or min(a_block[1], b_block[1]) >= 128
+
+
+def _square(a_block: Block, b_block: Block) -> bool:
+    return a_block == b_block == (32, 32)
 
 
 def gemm_quantize(
@@ -160,6 +170,7 @@ class Plan:
     grid: tuple[int, int, int]
     ints: tuple[int, ...]
     constants: dict[str, Any]
+    kernel: Any = coalesced_kernel
     versions: Versions = field(default_factory=dict)
 
 
@@ -193,6 +204,22 @@ def make_plan(
     return Plan(tile, split, staged, grid, (M, N, K, span, split, groups), constants)
 
 
+def make_square_plan(
+    shape: tuple[int, int, int], how: Epilogue, tma: bool, sms: int, forced: tuple[Tile, int] | None = None
+) -> Plan:
+    """As :func:`make_plan`, for 32x32 blocks on both sides. Their tiles cost what those with factors for rows and
+    columns do."""
+    M, N, K = shape
+    tile, split = forced or choose(M, N, K, 2, False, sms)
+    staged = split == 1 and tma and (how.before or not how.block)
+    constants = {
+        "CONSUMERS": tile.consumers, "STAGES": tile.stages + (not staged), "REGISTERS": tile.registers,
+        "SPARE": tile.spare, "TMA_STORE": staged, "PARTS": split > 1, "HOW": how if split == 1 else Epilogue(),
+    }  # fmt: skip
+    grid = (min(-(-M // tile.height) * -(-N // 128) * split, sms), 1, 1)
+    return Plan(tile, split, staged, grid, (M, N, K, 4, split, 0), constants, square_kernel)
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     shape: tuple[int, int, int], scale_strides: tuple[int, ...], a_block: Block, b_block: Block, how: Epilogue,
@@ -200,6 +227,8 @@ def _plan(
 ) -> Plan:  # fmt: skip
     """As :func:`make_plan`; one for each set of integers that Triton specialises on."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
+    if _square(a_block, b_block):
+        return make_square_plan(shape, how, tma, sms)
     return make_plan(shape, a_block, b_block, how, tma, sms, measured(*shape, *factors(a_block, b_block), device))
 
 
@@ -255,7 +284,7 @@ def run(
     )  # fmt: skip
     alignment = aligned(*(x for x in (a_scale, b_scale, target, bias, *(copies or ())) if x is not None))
     launch_version(
-        coalesced_kernel,
+        plan.kernel,
         plan.versions,
         (a.dtype, b.dtype, target.dtype, None if bias is None else bias.dtype, alignment),
         plan.grid,

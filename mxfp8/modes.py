@@ -22,6 +22,7 @@ class Mode(StrEnum):
 
     FP8 = "fp8"
     FP8_256 = "fp8/256"
+    FP8_32 = "fp8/32"
     BLOCK_SCALED = "block-scaled"
     BF16 = "bf16"
     FLOAT32 = "float32"
@@ -36,6 +37,7 @@ class Mode(StrEnum):
 _MEANINGS = {
     Mode.FP8: "FP8 tensor cores, a float32 sum every 128 of K",
     Mode.FP8_256: "FP8 tensor cores, a float32 sum at least every 256 of K",
+    Mode.FP8_32: "FP8 tensor cores, a float32 sum every 32 of K, or up to 128 as scales agree",
     Mode.BLOCK_SCALED: "tensor cores that take MX elements and scales as they are",
     Mode.BF16: "BF16 tensor cores: the dequantised operands, which BF16 holds exactly",
     Mode.FLOAT32: "plain torch on dequantised operands in float32: the reference",
@@ -105,6 +107,8 @@ def gemm_mode(spec: GemmSpec, backend: str) -> Mode:
 
 def _on_hopper(lhs: CastSpec, rhs: CastSpec) -> Mode:
     along = lhs.block[1], rhs.block[1]
+    if lhs.block == rhs.block == (32, 32):
+        return Mode.FP8_32
     if min(along) < 128:
         return Mode.BF16
     return Mode.FP8_256 if along[0] == 256 else Mode.FP8

@@ -93,7 +93,7 @@ class LinearReference:
         self, gemm: str, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> Expected:
         spec: GemmSpec = getattr(self.recipe, gemm)
-        along = (spec.lhs.block[1] if spec.lhs else 0, spec.rhs.block[1] if spec.rhs else 0)
+        blocks = (spec.lhs.block if spec.lhs else None, spec.rhs.block if spec.rhs else None)
         bias = None if bias is None else bias.detach().double()
         value = a @ b.mT if bias is None else a @ b.mT + bias
-        return Expected(value=value, error=tolerances.product_error(a, b, along, out_dtype, bias))
+        return Expected(value=value, error=tolerances.product_error(a, b, blocks, out_dtype, bias))

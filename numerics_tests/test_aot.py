@@ -24,7 +24,6 @@ pytest.importorskip("triton", reason="tests of Triton kernels")
 import triton
 import triton.language as tl
 from mxfp8.kernels import (
-    _gemm_hopper_kernel,
     _gemm_tiles,
     gemm_hopper,
     gemm_triton,
@@ -176,14 +175,17 @@ def coalesced(
 ) -> Version:  # fmt: skip
     """The FP8 product of ``gemm_hopper``, as its host function would launch it, or that of ``grouped_gemm_hopper``;
     float32 is written without TMA. ``how``: of the epilogue."""
-    kernel = _gemm_hopper_kernel.coalesced_kernel
-    forced = getattr(_gemm_tiles, tile), split
-    plan = gemm_hopper.make_plan(
-        (*WIDE, 4096), a_block, b_block, gemm_hopper.Epilogue(**how), out != "fp32", 132, forced, groups=groups
-    )
+    forced, epilogue = (getattr(_gemm_tiles, tile), split), gemm_hopper.Epilogue(**how)
+    if a_block == (32, 32):
+        plan = gemm_hopper.make_square_plan((*WIDE, 4096), epilogue, out != "fp32", 132, forced)
+    else:
+        plan = gemm_hopper.make_plan(
+            (*WIDE, 4096), a_block, b_block, epilogue, out != "fp32", 132, forced, groups=groups
+        )
+    kernel = plan.kernel
     run_time = [n for n in kernel.arg_names if n.isupper() and n not in plan.constants]  # sizes, not specialised
     absent = {"c_desc": not plan.constants["TMA_STORE"], "bias_ptr": not plan.constants["HOW"].bias}
-    absent["table_ptr"] = not plan.constants["GROUPED"]
+    absent["table_ptr"] = not plan.constants.get("GROUPED")
     absent["q_ptr"] = absent["s_ptr"] = not plan.constants["HOW"].block
     types = {
         "a_desc": f"tensordesc<{a}[64, 128],{swizzled(8)!r}>", "b_desc": f"tensordesc<{b}[128, 128],{swizzled(8)!r}>",
@@ -210,6 +212,12 @@ def hopper_versions() -> Iterator[tuple[str, Make]]:
         yield f"gemm_hopper {tile} parts", partial(make, out="fp32", split=4)
         yield f"gemm_hopper {tile} fp32 bias", partial(make, out="fp32", bias=True)
         yield f"grouped_gemm_hopper {tile}", partial(make, groups=8)
+    for tile in ("TALL", "SMALL"):
+        make = partial(coalesced, tile, (32, 32), (32, 32))
+        yield f"gemm_hopper {tile} 32x32", make
+        yield f"gemm_hopper {tile} 32x32 bias e5m2", partial(make, b="fp8e5", bias=True)
+        yield f"gemm_hopper {tile} 32x32 parts", partial(make, out="fp32", split=4)
+        yield f"gemm_hopper {tile} 32x32 fp32 bias", partial(make, out="fp32", bias=True)
     for tile, blocks in itertools.product(("TALL", "SMALL"), (((1, 128), (1, 128)), ((1, 256), (1, 256)))):
         pairs = "_PAIRS" if blocks[0] == (1, 256) else ""
         yield f"gemm_hopper {tile}{pairs} {blocks[1][1]} on both sides", partial(coalesced, tile + pairs, *blocks)

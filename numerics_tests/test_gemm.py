@@ -23,8 +23,8 @@ def assert_within_bound(a, b, bias=None, out_dtype=torch.float32) -> None:
     assert out.dtype == out_dtype
     a64, b64, bias64 = exact(a), exact(b), None if bias is None else bias.double()
     want = a64 @ b64.mT if bias64 is None else a64 @ b64.mT + bias64
-    along = tuple(x.block[1] if isinstance(x, mxfp8.MXTensor) else 0 for x in (a, b))
-    assert ((out.double() - want).abs() <= tolerances.product_error(a64, b64, along, out_dtype, bias64)).all()
+    blocks = tuple(x.block if isinstance(x, mxfp8.MXTensor) else None for x in (a, b))
+    assert ((out.double() - want).abs() <= tolerances.product_error(a64, b64, blocks, out_dtype, bias64)).all()
 
 
 def integers(rows: int, cols: int, device: torch.device, fmt: str, block) -> mxfp8.MXTensor:

@@ -243,7 +243,7 @@ def test_every_stage_against_float64(recipe: str, activation: str, device: torch
     for key, e in gemms.items():
         a, b = (v.dequantize(torch.float64) if isinstance(v, MXTensor) else v.double() for v in (e.a, e.b))
         bias = None if e.bias is None else e.bias.double()
-        error = tolerances.product_error(a, b, (e.a.block[1], e.b.block[1]), e.out.dtype, bias)
+        error = tolerances.product_error(a, b, (e.a.block, e.b.block), e.out.dtype, bias)
         exact = a @ b.mT if bias is None else a @ b.mT + bias
         assert ((e.out.double() - exact).abs() <= error).all(), key
 

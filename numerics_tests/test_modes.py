@@ -28,7 +28,7 @@ def test_the_told_way_is_the_one_taken(backend: str, monkeypatch: pytest.MonkeyP
     for name in ("coalesced", "exact", "_by_torch", "_by_dot_scaled"):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, lambda *_, name=name: taken.append(name))
-    ways = {"exact": {Mode.BF16}, "coalesced": {Mode.FP8, Mode.FP8_256}}
+    ways = {"exact": {Mode.BF16}, "coalesced": {Mode.FP8, Mode.FP8_256, Mode.FP8_32}}
     ways["_by_torch"] = ways["_by_dot_scaled"] = {Mode.BLOCK_SCALED}
     sides: list[tuple[int, int] | None] = [*BLOCK_SHAPES, None]
     for a, b in ((a, b) for a in sides for b in sides if a or b):

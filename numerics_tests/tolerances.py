@@ -105,18 +105,47 @@ def fp8_pair_error(
     return total
 
 
+def fp8_square_error(
+    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As :func:`fp8_gemm_error` where a chain spans 32 of K, or up to 128 as scales of 32x32 blocks agree. Sums of
+    magnitudes in place of sums are no smaller for any chain, nor is what is cut relative to them."""
+    magnitudes = fp8_gemm_error(a.abs(), b.abs(), torch.float32) - gemm_error(a.abs(), b.abs(), torch.float32)
+    return gemm_error(a, b, out_dtype, bias) + magnitudes * (1 + OUT_UNIT[out_dtype])
+
+
+SQUARE = (32, 32)
+
+
 def product_error(
     a: torch.Tensor,
     b: torch.Tensor,
-    along: tuple[int, int],
+    blocks: tuple[tuple[int, int] | None, tuple[int, int] | None],
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The bound of whatever backend ``auto`` took for ``gemm``: that of FP8 tensor cores where they may have been used.
-    ``along``: how far the blocks of ``a`` and ``b`` reach over K, 0 for an operand in high precision."""
-    if a.is_cuda and dispatch.chosen().get(("gemm", "cuda")) == "hopper" and min(along) >= FP8_CHAIN:
-        return fp8_pair_error(a, b, out_dtype, bias) if along[0] == 256 else fp8_gemm_error(a, b, out_dtype, bias)
+    """The bound of whatever backend ``auto`` took for products: that of FP8 tensor cores where they may have been used.
+    ``blocks`` of ``a`` and ``b``: across and along K, None for an operand in high precision."""
+    taken = {dispatch.chosen().get((op, "cuda")) for op in ("gemm", "grouped_gemm", "grouped_wgrad")}
+    if a.is_cuda and "hopper" in taken:
+        return hopper_error(a, b, blocks, out_dtype, bias)
     return gemm_error(a, b, out_dtype, bias)
+
+
+def hopper_error(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    blocks: tuple[tuple[int, int] | None, tuple[int, int] | None],
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The bound of Hopper's backend for operands in these blocks."""
+    if blocks == (SQUARE, SQUARE):
+        return fp8_square_error(a, b, out_dtype, bias)
+    along = [0 if block is None else block[1] for block in blocks]
+    if min(along) < FP8_CHAIN:
+        return gemm_error(a, b, out_dtype, bias)
+    return (fp8_pair_error if along[0] == 256 else fp8_gemm_error)(a, b, out_dtype, bias)
 
 
 def sum_error(rows: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
