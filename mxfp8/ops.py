@@ -202,8 +202,9 @@ def gemm(
     **Numerics.** Exact products of dequantised operands accumulated in float32, rounded once to ``out_dtype``:
     ``|error| <= c K 2**-24 sum|a||b|`` plus half an ulp of ``out_dtype``. NaN blocks make their rows NaN. The
     activation is computed in float32 before that rounding, as in :func:`mxfp8.fused.activation_quantize`. On Hopper,
-    operands whose blocks reach over 128 of K or more run on FP8 tensor cores, which keep 14 bits of a sum over 128 (up
-    to 256 where ``a`` is in 1x256) before it is added in float32; every backend's deviation is stated in its file.
+    operands whose blocks reach over 128 of K or more, or are 32x32 on both sides, run on FP8 tensor cores, which keep
+    14 bits of a sum over 128 (up to 256 where ``a`` is in 1x256; over 32 to 128 for 32x32) before it is added in
+    float32; every backend's deviation is stated in its file.
     """
     known: object = None
     inputs: tuple[torch.Tensor, ...] = ()
