@@ -189,6 +189,8 @@ def make_plan(
             tile = WIDE if sides == 1 else SMALL_PAIRS if pairs else SMALL
         forced = tile, split
     tile, split = forced or choose(M, N, K, sides, pairs, sms, groups)
+    if how.before and how.block and sides == 2 and tile.consumers == 3:  # that, too; sums are the same
+        tile = SMALL_PAIRS if tile.pair == 2 else SMALL
     staged = split == 1 and tma and (how.before or not how.block)
     constants = {
         "CONSUMERS": tile.consumers, "ROWS": tile.rows, "STAGES": tile.stages + (not staged),

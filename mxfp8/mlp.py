@@ -26,12 +26,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mxfp8 import observe
+from mxfp8.epilogue import gemm_quantize
 from mxfp8.linear import (
     MXFP8Linear,
     Operand,
     Plan,
     check_weight,
     differentiable_once,
+    fusible,
     pack_weights,
     plan_of,
     prepare,
@@ -58,6 +61,8 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 _PLAIN = LinearRecipe(name="bf16", fprop=HP, dgrad=HP, wgrad=HP)  # of a part that a policy left an nn.Linear
 _NO_CACHE = WeightCache()
+_CASTS_IN_GEMM = False
+"""Whether the product of fc1 casts its activation itself. The same bits; which is faster depends on K."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -99,6 +104,24 @@ class _MLPPlan:
         down: Names = ("wgrad", "input") if columns else None
         options = {"activation": self.activation}
         return operands(self.fc2, "activation_quantize", (h, bias), options, along, down)[:2]
+
+    def multiply_and_activate(
+        self, n: Operand, w1: Operand, dtype: torch.dtype, bias: torch.Tensor | None, columns: bool
+    ) -> tuple[torch.Tensor, Any, Any] | None:
+        """``H`` and what :meth:`activate` makes of it, by one op with the same bits; None where there is none: with a
+        bias, which ``H`` must not hold, with other casts, and while somebody watches."""
+        along = self.fc2.spec("fprop", "input")
+        down = self.fc2.spec("wgrad", "input") if columns else along
+        if bias is not None or along is None or down is None or not fusible(along, down) or observe.active():
+            return None
+        if not isinstance(n, MXTensor) and not isinstance(w1, MXTensor):
+            return None
+        rows, t, h = gemm_quantize(
+            n, w1, activation=self.activation, outputs=("rows", "columns", "hp") if columns else ("rows", "hp"),
+            fmt=along.fmt, block=along.block, column_block=down.block, scale_rule=along.scale_rule, hp_dtype=dtype,
+        )  # fmt: skip
+        assert h is not None
+        return h, rows, t
 
     def activate_backward(
         self, da: torch.Tensor, h: torch.Tensor, bias: torch.Tensor | None
@@ -164,11 +187,12 @@ class _MLPFunction(torch.autograd.Function):
 
         # === H[M,hidden] = norm(X)[M,in] @ W1^T
         n_fprop, n_wgrad, mean, rstd = plan.normalise(x, norm_weight, norm_bias, True, keep_n)
-        h = fc1.gemm("fprop", n_fprop, w1_fprop, x.dtype)
+        made = plan.multiply_and_activate(n_fprop, w1_fprop, x.dtype, b1, keep_a) if _CASTS_IN_GEMM else None
+        h = fc1.gemm("fprop", n_fprop, w1_fprop, x.dtype) if made is None else made[0]
         del n_fprop
 
         # === Y[M,out] = act(H + b1)[M,hidden] @ W2^T + b2
-        a_fprop, a_wgrad = plan.activate(h, b1, True, keep_a)
+        a_fprop, a_wgrad = plan.activate(h, b1, True, keep_a) if made is None else made[1:]
         y = fc2.gemm("fprop", a_fprop, w2_fprop, x.dtype, b2)
 
         keep_h = fc2.needs_dgrad or (fc2.needs_wgrad and not keep_a)

@@ -26,7 +26,12 @@ POINTWISE = [name for name in ACTIVATIONS if name != "swiglu"]
 SMOOTH = [name for name in POINTWISE if name not in ("relu", "hardswish")]
 SMALL = not torch.cuda.is_available()
 """Whether kernels are interpreted: a few programs are enough there."""
-PAIRS = ["1x128-128x128", "1x32-1x32", "32x32-bf16", *([] if SMALL else ["1x128-1x128", "1x256-128x128"])]
+PAIRS = [
+    "1x128-128x128",
+    "1x32-1x32",
+    "32x32-bf16",
+    *([] if SMALL else ["1x128-1x128", "1x256-128x128", "32x32-32x32"]),
+]
 SHAPES = [(50, 130, 160)] if SMALL else [(70, 128, 160), (333, 256, 1040), (129, 130, 256), (64, 384, 9000), (8, 8, 0)]
 """A multiple of 128 columns or not, a ragged end of K, one that is split, and none."""
 

@@ -8,6 +8,7 @@ import pickle
 import zlib
 from collections import OrderedDict
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -207,6 +208,22 @@ def test_the_bits_of_the_composition_for_every_activation(activation: str, bias:
         for M, dtype in ((0, torch.bfloat16), (1, torch.float16), (130, torch.bfloat16)):
             x, dy = data(M, dtype, device)
             assert differing(run(mlp, x, dy), Composition(mlp)(x, dy)) == []
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_casts_in_the_first_product_change_no_bits(
+    activation: str, recompute: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for recipe, dtype in itertools.product(("mxfp8_coalesced", "mxfp8_square", "mxfp8_robust"), (torch.bfloat16, None)):
+        mlp = MXFP8MLP(128, 256, activation=activation, bias=False, recipe=recipe, recompute=recompute, device=device)
+        x, dy = (torch.randn(130, 128, device=device, dtype=dtype) for _ in range(2))
+        want, watched = run(mlp, x, dy), mock.Mock(wraps=mxfp8.gemm_quantize)
+        with monkeypatch.context() as patch:
+            patch.setattr("mxfp8.mlp._CASTS_IN_GEMM", True)
+            patch.setattr("mxfp8.mlp.gemm_quantize", watched)
+            assert differing(run(mlp, x, dy), want) == []
+        assert watched.call_count == (recipe != "mxfp8_robust" or recompute)
 
 
 def test_layers_of_different_recipes(device: torch.device) -> None:
