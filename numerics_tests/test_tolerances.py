@@ -61,3 +61,19 @@ def test_the_bound_of_pairs_covers_both_lengths_of_a_chain(data: str, chain: int
     a, b = operand(8, 1000, data, torch.float8_e4m3fn), operand(40, 1000, data, torch.float8_e4m3fn)
     error = (fp8_product(a, b, 13, chain) - a @ b.mT).abs()
     assert (error <= tolerances.fp8_pair_error(a, b, torch.float32)).all()
+
+
+@pytest.mark.parametrize("data", ["normal", "positive"])
+@pytest.mark.parametrize("ends", range(8))
+def test_the_bound_of_squares_covers_every_division_of_a_slot(data: str, ends: int) -> None:
+    """128 of K in one chain, in four, or in any way between: bit i of ``ends`` ends one after step i."""
+    a, b = operand(8, 1000, data, torch.float8_e4m3fn), operand(40, 1000, data, torch.float8_e5m2)
+    steps = [s for s in range(0, 1000, tolerances.FP8_STEP) if s % 128 == 0 or ends >> (s // 32 % 4 - 1) & 1]
+    total = torch.zeros(8, 40)
+    for first, last in zip(steps, [*steps[1:], 1000], strict=True):
+        total += fp8_product(a[:, first:last], b[:, first:last], 13).float()
+    assert len(steps) >= 8 * (1 + ends.bit_count()) - 2
+    share = (total - a @ b.mT).abs() / tolerances.fp8_square_error(a, b, torch.float32)
+    assert share.max() <= 1
+    if data == "positive" and ends == 0:
+        assert share.max() > 0.3
