@@ -74,7 +74,7 @@ def saved(root: Path, bench: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-CASES = {Mode.FP8: "g128", Mode.FP8_256: "g256", Mode.BF16: "exact"}
+CASES = {Mode.FP8: "g128", Mode.FP8_256: "g256", Mode.FP8_32: "square", Mode.BF16: "exact"}
 
 
 @pytest.mark.parametrize("mode", CASES)
