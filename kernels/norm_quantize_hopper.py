@@ -1,11 +1,12 @@
-"""RMSNorm, LayerNorm and BlockNorm that end in MX casts along columns, or both ways, on Hopper (Gluon).
+"""RMSNorm, LayerNorm and BlockNorm that end in MX casts on Hopper (Gluon).
 
 RMSNorm and LayerNorm: see :mod:`_norm_hopper_kernel`. BlockNorm finds its statistics inside a tile: a program owns a
 strip of as few rows as a block of a column needs, and loads each tile while the one before it is cast. In the backward
 pass of all three a first walk over the strip sums over rows, and a second one goes back, so that what was read last is
 read again while it is still in the first-level cache, and the rest comes from the second level.
 
-Results without columns, and inputs whose rows are not 16-byte aligned, go to ``norm_quantize_triton``.
+``norm_quantize_triton`` takes inputs whose rows are not 16-byte aligned, results in the input's dtype alone, and
+without columns also BlockNorm and the backward pass.
 """
 
 from __future__ import annotations
