@@ -60,10 +60,10 @@ def product_and_casts(
     """
     with_h = "hp" in casts.outputs
     h = product(hp_dtype if with_h else torch.float32)
-    return *casts_of(h, activation, casts, cast, activate_and_cast), h if with_h else None
+    return *_casts_of(h, activation, casts, cast, activate_and_cast), h if with_h else None
 
 
-def casts_of(
+def _casts_of(
     h: torch.Tensor, activation: str | None, casts: Any, cast: ModuleType, activate_and_cast: ModuleType
 ) -> tuple[Maybe, Maybe, Maybe, Maybe]:
     """``(q, s)`` along rows and ``(t, u)`` along columns of ``activation(h)``; None for what is not asked for."""

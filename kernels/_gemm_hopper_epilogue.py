@@ -81,6 +81,18 @@ def _put(value, out_ptr, ldc, row, end, col, part, M, N, ADD: gl.constexpr, WHOL
 
 
 @gluon.jit
+def fetch(output, row, end, col):
+    """Ask for the 64 x 128 float32 values that the output holds there to be in the second-level cache when a tile is
+    added to them: its loads wait for them with little in flight."""
+    out_ptr, ldc = output[1], output[2]
+    lines = gl.arange(0, 256, layout=gl.BlockedLayout([2], [32], [4], [0]))  # of 128 bytes, four a row
+    rows = gl.minimum(row + lines // 4, end - 1).to(gl.int64)
+    at = out_ptr + (rows * ldc + gl.minimum(col + lines % 4 * 32, ldc - 1))
+    asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _send(value, c_buf, c_desc, row, col, PENDING: gl.constexpr):
     """Round a tile and store it by TMA, which drops what lies past the output. ``PENDING`` earlier stores of other
     buffers may still be running."""
@@ -131,7 +143,8 @@ def store(
             else:
                 _send(acc, c_buf, c_desc, row, col, PENDING)
         else:
-            _write(acc, out_ptr, ldc, row, end, col, part, M, N, HOW.add, False)
+            # ldc is N, and may be known to be a multiple of what a thread stores at once.
+            _write(acc, out_ptr, ldc, row, end, col, part, M, ldc, HOW.add, False)
     else:
         if HOW.before:
             acc = acc.to(out_ptr.dtype.element_ty)

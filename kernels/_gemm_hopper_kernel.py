@@ -27,7 +27,7 @@ sum is exactly 0); below, it is 0. Byte 255 makes it NaN.
 
 from __future__ import annotations
 
-from ._gemm_hopper_epilogue import store
+from ._gemm_hopper_epilogue import fetch, store
 from ._gluon import gl, gluon, hopper
 
 if hasattr(hopper, "tma"):
@@ -238,6 +238,9 @@ def _consume(
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         row, end, col, _, first, last, part = place
         after = gl.minimum(unit + gl.num_programs(0), units - 1)
+        if HOW.add:
+            for i in gl.static_range(ROWS):
+                fetch(output, row + 64 * (ROWS * WHO + i), end, col)
         acc0 = zero
         acc1 = zero
         mbarrier.wait(full.index(slot), phase, pred=first < last)

@@ -16,7 +16,7 @@ factors alone decide which, so that the same operands give the same bits.
 
 from __future__ import annotations
 
-from ._gemm_hopper_epilogue import store
+from ._gemm_hopper_epilogue import fetch, store
 from ._gemm_hopper_kernel import BK, _factor, _load, _next, _place, _units
 from ._gluon import gl, gluon, hopper
 
@@ -161,6 +161,8 @@ def _consume(
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         row, end, col, _, first, last, part = place
         after = gl.minimum(unit + gl.num_programs(0), units - 1)
+        if HOW.add:
+            fetch(output, row + 64 * WHO, end, col)
         acc = zeros
         mbarrier.wait(full.index(slot), phase)
         for k in range(first, last):

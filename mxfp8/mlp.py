@@ -61,8 +61,6 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 _PLAIN = LinearRecipe(name="bf16", fprop=HP, dgrad=HP, wgrad=HP)  # of a part that a policy left an nn.Linear
 _NO_CACHE = WeightCache()
-_CASTS_IN_GEMM = False
-"""Whether the product of fc1 casts its activation itself. The same bits; which is faster depends on K."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -106,22 +104,22 @@ class _MLPPlan:
         return operands(self.fc2, "activation_quantize", (h, bias), options, along, down)[:2]
 
     def multiply_and_activate(
-        self, n: Operand, w1: Operand, dtype: torch.dtype, bias: torch.Tensor | None, columns: bool
-    ) -> tuple[torch.Tensor, Any, Any] | None:
-        """``H`` and what :meth:`activate` makes of it, by one op with the same bits; None where there is none: with a
-        bias, which ``H`` must not hold, with other casts, and while somebody watches."""
-        along = self.fc2.spec("fprop", "input")
-        down = self.fc2.spec("wgrad", "input") if columns else along
-        if bias is not None or along is None or down is None or not fusible(along, down) or observe.active():
-            return None
-        if not isinstance(n, MXTensor) and not isinstance(w1, MXTensor):
-            return None
-        rows, t, h = gemm_quantize(
-            n, w1, activation=self.activation, outputs=("rows", "columns", "hp") if columns else ("rows", "hp"),
-            fmt=along.fmt, block=along.block, column_block=down.block, scale_rule=along.scale_rule, hp_dtype=dtype,
+        self, n: Operand, w1: Operand, dtype: torch.dtype, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Operand]:
+        """``H`` and the operand of fc2 in fprop, by one op where there is one: not with a bias, which ``H`` must not
+        hold, not with other casts, nor while somebody watches. The same bits either way."""
+        spec = self.fc2.spec("fprop", "input")
+        products = isinstance(n, MXTensor) or isinstance(w1, MXTensor)
+        if bias is not None or spec is None or not fusible(spec, spec) or observe.active() or not products:
+            h = self.fc1.gemm("fprop", n, w1, dtype)
+            return h, self.activate(h, bias, True, False)[0]
+        made = gemm_quantize(
+            n, w1, activation=self.activation, outputs=("rows", "hp"), fmt=spec.fmt, block=spec.block,
+            scale_rule=spec.scale_rule, hp_dtype=dtype,
         )  # fmt: skip
-        assert h is not None
-        return h, rows, t
+        assert made.hp is not None
+        assert made.rows is not None
+        return made.hp, made.rows
 
     def activate_backward(
         self, da: torch.Tensor, h: torch.Tensor, bias: torch.Tensor | None
@@ -187,12 +185,15 @@ class _MLPFunction(torch.autograd.Function):
 
         # === H[M,hidden] = norm(X)[M,in] @ W1^T
         n_fprop, n_wgrad, mean, rstd = plan.normalise(x, norm_weight, norm_bias, True, keep_n)
-        made = plan.multiply_and_activate(n_fprop, w1_fprop, x.dtype, b1, keep_a) if _CASTS_IN_GEMM else None
-        h = fc1.gemm("fprop", n_fprop, w1_fprop, x.dtype) if made is None else made[0]
+        if keep_a:  # one pass over H casts it both ways
+            h = fc1.gemm("fprop", n_fprop, w1_fprop, x.dtype)
+            a_fprop, a_wgrad = plan.activate(h, b1, True, True)
+        else:
+            h, a_fprop = plan.multiply_and_activate(n_fprop, w1_fprop, x.dtype, b1)
+            a_wgrad = None
         del n_fprop
 
         # === Y[M,out] = act(H + b1)[M,hidden] @ W2^T + b2
-        a_fprop, a_wgrad = plan.activate(h, b1, True, keep_a) if made is None else made[1:]
         y = fc2.gemm("fprop", a_fprop, w2_fprop, x.dtype, b2)
 
         keep_h = fc2.needs_dgrad or (fc2.needs_wgrad and not keep_a)
