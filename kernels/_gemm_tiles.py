@@ -49,6 +49,15 @@ _REDUCE = 4.0, 3.5e6  # of a split along K: microseconds to start the sum, bytes
 _MAX_SPLIT = 32
 
 
+_L2_BYTES = 2**26  # of operands that a second-level cache of 50 MB does not hold, with room for what stays by chance
+
+
+def span(M: int, N: int, K: int) -> int:
+    """How many rows of tiles are computed together, before the next ones to the right. Where the cache does not hold
+    the operands, the tiles in flight should be about as many rows of A as of B: 12 rows of 192 by 11 of 128."""
+    return 12 if (M + N) * K > _L2_BYTES else 4
+
+
 def factors(a_block: Block, b_block: Block) -> tuple[int, bool]:
     """``(sides, pairs)``: whether factors belong to rows (1) or to rows and columns (2), and whether they hold for 256
     of K."""

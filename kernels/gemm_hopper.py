@@ -30,7 +30,7 @@ from ._gemm_exact import Block, Operand, exact, finish
 from ._gemm_hopper_epilogue import Epilogue
 from ._gemm_hopper_kernel import coalesced_kernel
 from ._gemm_square_kernel import square_kernel
-from ._gemm_tiles import SMALL, SMALL_PAIRS, WIDE, Tile, choose, factors, measured
+from ._gemm_tiles import SMALL, SMALL_PAIRS, WIDE, Tile, choose, factors, measured, span
 from ._gluon import Descriptor, hopper_why_not, swizzled
 from ._launch import Versions, aligned, launch_version
 from .activation_quantize_triton import ACTIVATIONS
@@ -174,11 +174,11 @@ class Plan:
 
 def make_plan(
     shape: tuple[int, int, int], a_block: Block, b_block: Block, how: Epilogue, tma: bool, sms: int,
-    forced: tuple[Tile, int] | None = None, span: int = 4, groups: int = 0, divided: bool = False,
+    forced: tuple[Tile, int] | None = None, groups: int = 0, divided: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of a product of ``shape`` = (M, N, K), or of products of ``groups`` of the M rows, or with ``divided``
     of K. ``how``: what becomes of the sums, which is done later where K is split. ``tma``: the output could be stored
-    by TMA. ``span``: how many rows of tiles go together."""
+    by TMA."""
     M, N, K = shape
     sides, pairs = factors(a_block, b_block)
     if divided and forced is None:
@@ -201,7 +201,7 @@ def make_plan(
     if divided:
         tiles_m = groups * -(-M // tile.height)
     grid = (min(tiles_m * -(-N // 128) * split, sms), 1, 1)
-    return Plan(tile, split, staged, grid, (M, N, K, span, split, groups), constants)
+    return Plan(tile, split, staged, grid, (M, N, K, span(M, N, K), split, groups), constants)
 
 
 def make_square_plan(
@@ -217,7 +217,7 @@ def make_square_plan(
         "SPARE": tile.spare, "TMA_STORE": staged, "PARTS": split > 1, "HOW": how if split == 1 else Epilogue(),
     }  # fmt: skip
     grid = (min(-(-M // tile.height) * -(-N // 128) * split, sms), 1, 1)
-    return Plan(tile, split, staged, grid, (M, N, K, 4, split, 0), constants, square_kernel)
+    return Plan(tile, split, staged, grid, (M, N, K, span(M, N, K), split, 0), constants, square_kernel)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,8 +2,8 @@
 gradients products that sum over the rows of each group; by the kernel of :mod:`gemm_hopper` where scales are coalesced.
 
 Group ends stay on the device. A first, tiny kernel turns them into a table of tiles, none of which spans two groups;
-the product's programs take their places from it, so that a CUDA graph replays with new groups. Other blocks go to
-:mod:`grouped_gemm_triton`.
+the product's programs take their places from it, so that a CUDA graph replays with new groups. Other blocks go through
+bfloat16, :mod:`_grouped_exact`, or where that cannot hold them or the result to :mod:`grouped_gemm_triton`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import grouped_gemm_triton
+from . import _grouped_exact, grouped_gemm_triton
 from ._gemm_exact import Block
 from ._gemm_hopper_epilogue import Epilogue
 from ._groups import check_offsets, find_group
@@ -46,12 +46,15 @@ def grouped_gemm(
     Returns:
         ``[M, N]`` of ``out_dtype``; rows past ``offs[-1]`` are zero and what ``a`` holds there is not used.
 
-    **Numerics.** As :func:`gemm_hopper.gemm` for coalesced scales, as :func:`grouped_gemm_triton.grouped_gemm` for
-    others.
+    **Numerics.** As :func:`gemm_hopper.gemm` for coalesced scales. Others, and all 32x32 blocks: exact products summed
+    in float32, as there or as :func:`grouped_gemm_triton.grouped_gemm` forms them.
     """
     (M, K), (G, N) = a.shape, b.shape[:2]
     coarse = a_block is not None and b_block is not None and min(a_block[1], b_block[1]) >= 128
     if not coarse or 0 in (M, N, K, G):
+        sides = (a, a_scale, a_block), (b, b_scale, b_block)
+        if _grouped_exact.takes(sides, out_dtype):
+            return _grouped_exact.grouped_gemm(*sides, offs)
         return grouped_gemm_triton.grouped_gemm(
             a, a_scale, a_block, b, b_scale, b_block, offs=offs, out_dtype=out_dtype
         )
@@ -131,12 +134,16 @@ def grouped_wgrad(
         a, b, a_starts, b_starts: as in :func:`grouped_gemm_triton.grouped_wgrad`. FP8 tensor cores take blocks of 128,
             or on both sides 256, along the rows: groups then start at multiples of that, and at the same in both.
 
-    **Numerics.** As :func:`gemm_hopper.gemm` for coalesced scales without a split of the sum, as
-    :func:`grouped_gemm_triton.grouped_wgrad` for others.
+    **Numerics.** As :func:`gemm_hopper.gemm` for coalesced scales without a split of the sum, as :func:`grouped_gemm`
+    here for others.
     """
     (P, N), K, G = a.shape, b.shape[1], len(a_starts) - 1
     along = (0 if a_block is None else a_block[0], 0 if b_block is None else b_block[0])
-    if along not in ((128, 128), (256, 256)) or len(b) != P or P % along[0] or 0 in (P, N, K, G):
+    alike = along[0] == along[1] > 0 and len(b) == P  # then groups start at the same rows
+    if not alike or along[0] < 128 or P % along[0] or 0 in (P, N, K, G):
+        sides = (a, a_scale, a_block), (b, b_scale, b_block)
+        if alike and P % 8 == 0 and _grouped_exact.takes(sides, out_dtype):
+            return _grouped_exact.grouped_wgrad(*sides, a_starts)
         return grouped_gemm_triton.grouped_wgrad(
             a, a_scale, a_block, a_starts, b, b_scale, b_block, b_starts, out_dtype=out_dtype
         )

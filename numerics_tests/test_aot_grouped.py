@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("triton", reason="tests of Triton kernels")
 import triton.language as tl
 from mxfp8.kernels import (
+    _grouped_exact,
     _groups,
     grouped_gemm_hopper,
     grouped_gemm_triton,
@@ -96,6 +97,13 @@ def hopper_weight_gradient(tile: str, *blocks: tuple[int, int], out: str = "bf16
     return replace(made, constants={**made.constants, "GROUPED": 2})
 
 
+def around_torch(kernel: Any, constants: dict[str, int], store: str) -> Version:
+    types = {"offs_ptr": "*i64", "ends_ptr": "*i32", "out_ptr": "*bf16"}
+    names = {n: types[n] for n in kernel.arg_names if n in types}
+    rest: Any = {"odd": ("M", "G"), "options": {"num_warps": 4}, "instruction": dict.fromkeys((HOPPER, BLACKWELL), store)}
+    return Version(kernel=kernel, constants=constants, types=names, **rest)
+
+
 def versions() -> Iterator[tuple[str, Make, tuple[int, ...]]]:
     both = (HOPPER, BLACKWELL)
     for block, noisy in itertools.product(((1, 32), (1, 128), (1, 256), (32, 32), (128, 128)), (False, True)):
@@ -108,6 +116,8 @@ def versions() -> Iterator[tuple[str, Make, tuple[int, ...]]]:
         yield f"wgrad {name} 1x128 128x128", partial(make, a=(1, 128), b=(128, 128), out=tl.float32), both
     make = partial(weight_gradient, (64, 64, 4), high=tl.bfloat16, EVEN=False)
     yield "wgrad 1x32 bf16", make, both
+    yield "ends", partial(around_torch, _grouped_exact._ends_kernel, {"GROUPS": 16}, r"STG\.E"), both
+    yield "clear", partial(around_torch, _grouped_exact._clear_kernel, {"BM": 64, "BN": 512}, r"STG\.E\.128"), both
     if not HAVE_GLUON:
         return
     for block, x in itertools.product(((1, 32), (1, 128), (1, 256), (32, 32), (128, 128)), ("*bf16", "*fp32")):

@@ -12,7 +12,7 @@ from mxfp8 import MXGroups
 from mxfp8.recipe import get_recipe
 
 pytest.importorskip("triton", reason="tests of Triton kernels")
-from mxfp8.kernels import grouped_gemm_hopper, grouped_gemm_triton
+from mxfp8.kernels import _grouped_exact, grouped_gemm_hopper, grouped_gemm_triton
 from mxfp8.kernels._device import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 before pytest starts")
@@ -167,3 +167,73 @@ def test_a_layer_on_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(offs, name, None, raising=False)
     for got, other in zip(step(), want, strict=True):
         assert (got - other).abs().max() <= 1e-4
+
+
+# Through bfloat16 and torch's grouped GEMM
+
+
+def wide(x: torch.Tensor, block: tuple[int, int] | None, axis: int = -1) -> tuple[_grouped_exact.Operand, torch.Tensor]:
+    """An operand and its values."""
+    if block is None:
+        return (x.bfloat16(), None, None), x.bfloat16().double()
+    q = mxfp8.quantize(x, axis, block=block, backend="reference")
+    rc = block if axis == -1 else block[::-1]
+    return (q.qdata, q.scale_bytes, rc), q.dequantize(torch.float64)
+
+
+@groups
+@pytest.mark.parametrize("blocks", [((1, 32), (1, 32)), ((1, 128), (32, 32)), (None, (1, 32)), ((1, 128), None)], ids=str)
+def test_products_in_bfloat16(sizes, rows, blocks) -> None:
+    """Small integers: exact, so that nothing but the rows and matrices that are taken can be wrong."""
+    x, w = torch.randint(-3, 4, (rows, 64)).float(), torch.randint(-3, 4, (len(sizes), 40, 64)).float()
+    x[sum(sizes) :] = torch.nan
+    (a, a64), (b, b64) = wide(x, blocks[0]), wide(w, blocks[1])
+    assert _grouped_exact.takes((a, b), torch.bfloat16)
+    got = _grouped_exact.grouped_gemm(a, b, ends(sizes, torch.int64))
+    start = 0
+    for g, size in enumerate(sizes):
+        part = slice(start, start := start + size)
+        assert torch.equal(got[part], (a64[part] @ b64[g].mT).bfloat16())
+    assert not got[start:].any()
+
+
+@groups
+def test_weight_gradients_in_bfloat16(sizes, rows) -> None:
+    dy, x, offs = torch.randint(-3, 4, (rows, 40)).float(), torch.randint(-3, 4, (rows, 64)).float(), ends(sizes)
+    dy[sum(sizes) :], x[sum(sizes) :] = torch.nan, torch.nan
+    a, b = (mxfp8.quantize_grouped(t, offs, backend="reference") for t in (dy, x))
+    left, right = ((t.q.qdata, t.q.scale_bytes, (32, 1)) for t in (a, b))
+    assert _grouped_exact.takes((left, right), torch.bfloat16)
+    got = _grouped_exact.grouped_wgrad(left, right, a.starts)
+    start = 0
+    for g, size in enumerate(sizes):
+        part = slice(start, start := start + size)
+        assert torch.equal(got[g], (dy[part].mT @ x[part]).bfloat16())
+
+
+def test_operands_that_bfloat16_cannot_take() -> None:
+    x, w, odd = torch.zeros(8, 64), torch.zeros(2, 40, 64), torch.zeros(2, 41, 64)
+    (a, _), (b, _) = wide(x, (1, 32)), wide(w, (1, 32))
+    assert not _grouped_exact.takes((a, b), torch.float32)
+    assert not _grouped_exact.takes((a, (w, None, None)), torch.bfloat16)
+    assert not _grouped_exact.takes((a, wide(odd, (1, 32))[0]), torch.bfloat16)
+    assert not _grouped_exact.takes((a, (torch.zeros(0, 40, 64).bfloat16(), None, None)), torch.bfloat16)
+
+
+def test_strides_of_an_operand_in_bfloat16() -> None:
+    w = torch.randint(-3, 4, (2, 40, 64)).bfloat16()
+    shifted, stepped = torch.zeros(2 * 40 * 64 + 1).bfloat16()[1:].view(2, 40, 64), torch.zeros(2, 40, 129).bfloat16()
+    shifted.copy_(w)
+    stepped[:, :, :128:2] = w
+    narrow = w.mT.contiguous().mT
+    (a, a64), offs = wide(torch.randint(-3, 4, (9, 64)).float(), (1, 32)), ends([4, 5])
+    want = torch.cat([a64[:4] @ w[0].double().mT, a64[4:] @ w[1].double().mT]).bfloat16()
+    for b in (w, shifted, stepped[:, :, :128:2], narrow, w[:1].expand(2, 40, 64)):
+        right = want if b.stride(0) else torch.cat([want[:4], (a64[4:] @ w[0].double().mT).bfloat16()])
+        assert torch.equal(_grouped_exact.grouped_gemm(a, (b, None, None), offs), right)
+
+
+@pytest.mark.parametrize("offs", BAD.values(), ids=BAD.keys())
+def test_bad_offsets_do_not_reach_torch(offs: list[int]) -> None:
+    bad = torch.tensor(offs)
+    assert torch.equal(_grouped_exact._ends(bad, 96), bad.clamp(0, 96).cummax(0).values.int())
