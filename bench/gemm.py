@@ -16,6 +16,7 @@ square           32x32 x 32x32, casts of a normalised activation (normal, of dev
 square_apart     the same with random scales, which nearly all differ from their neighbours
 exact            1x32 x 1x32: neither side gives anything up for speed
 grouped_g128     g128, with the rows in 8 groups of random sizes and a matrix for each
+grouped_exact    the same with the blocks of exact
 ===============  ==========================================================================================
 """
 
@@ -46,6 +47,7 @@ CASES: dict[str, tuple[BlockShape, BlockShape]] = {
     "square_apart": ((32, 32), (32, 32)),
     "exact": ((1, 32), (1, 32)),
     "grouped_g128": ((1, 128), (128, 128)),
+    "grouped_exact": ((1, 32), (1, 32)),
 }
 """Blocks of ``a`` and ``b``."""
 
@@ -209,7 +211,7 @@ def main(
     shapes: Annotated[str, typer.Option(help="MxNxK, separated by commas; default: a set for the device")] = "",
     cases: Annotated[
         str, typer.Option(help="separated by commas")
-    ] = "g128,g256,square,square_apart,exact,grouped_g128",
+    ] = "g128,g256,square,square_apart,exact,grouped_g128,grouped_exact",
     backend: Annotated[str, typer.Option(help="auto, or the backend that must run")] = "auto",
 ) -> None:
     """Time ``mxfp8.gemm`` and ``grouped_gemm`` beside torch's products (ratio above 1: ours is faster)."""
@@ -228,7 +230,10 @@ def main(
                 ours, theirs = grouped_products(m, n, k, chosen, backend, offs), grouped_baselines(m, n, k, offs)
             else:
                 ours, theirs = products(m, n, k, chosen, backend, target), baselines(m, n, k, target)
-            table += timed_rows(ours, those_that_run(theirs, f"{m}x{n}x{k}"), f"{m}x{n}x{k}", backend, target, seconds)
+            rows = timed_rows(ours, those_that_run(theirs, f"{m}x{n}x{k}"), f"{m}x{n}x{k}", backend, target, seconds)
+            if save:  # at once: a run over all shapes takes minutes and may be cut short
+                _harness.save_rows(_harness.results_folder(target) / "gemm.csv", rows)
+            table += rows
             del ours, theirs
     _harness.report(table, target, save)
 
