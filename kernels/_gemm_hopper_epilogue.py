@@ -81,15 +81,17 @@ def _put(value, out_ptr, ldc, row, end, col, part, M, N, ADD: gl.constexpr, WHOL
 
 
 @gluon.jit
-def fetch(output, row, end, col):
-    """Ask for the 64 x 128 float32 values that the output holds there to be in the second-level cache when a tile is
-    added to them: its loads wait for them with little in flight."""
+def fetch(output, row, end, col, SUBS: gl.constexpr):
+    """For one warp: ask for the float32 values of ``64 * SUBS`` x 128 that a tile is added to, to be in the second-level
+    cache, since its loads have little in flight and would wait long for memory."""
     out_ptr, ldc = output[1], output[2]
-    lines = gl.arange(0, 256, layout=gl.BlockedLayout([2], [32], [4], [0]))  # of 128 bytes, four a row
-    rows = gl.minimum(row + lines // 4, end - 1).to(gl.int64)
-    at = out_ptr + (rows * ldc + gl.minimum(col + lines % 4 * 32, ldc - 1))
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    column = gl.minimum(col + lane % 4 * 32, ldc - 1)  # of a line of 128 bytes
     asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+    for i in range(8 * SUBS):
+        rows = gl.minimum(row + 8 * i + lane // 4, end - 1)
+        at = out_ptr + (rows.to(gl.int64) * ldc + column)
+        gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -110,14 +110,16 @@ def _next(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _load(
-    data, SUBS: gl.constexpr, STAGES: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexpr, GROUPED: gl.constexpr
-):
-    """The loader warp: tiles of A and B into the ring, in the order in which the consumers take them."""
-    a_bufs, b_bufs, full, empty, a_desc, b_desc, shape = data
+    data, SUBS: gl.constexpr, STAGES: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexpr, GROUPED: gl.constexpr,
+    HOW: gl.constexpr,
+):  # fmt: skip
+    """The loader warp: tiles of A and B into the ring, in the order in which the consumers take them. What a tile is added
+    to (``HOW.add``) is fetched into the second-level cache when all of its operands are on their way."""
+    a_bufs, b_bufs, full, empty, a_desc, b_desc, output, shape = data
     slot = 0
     phase = 1
     for unit in range(gl.program_id(0), _units(shape, 64 * SUBS, GROUPED), gl.num_programs(0)):
-        row, _, col, group, first, last, _ = _place(unit, shape, 64 * SUBS, PAIR, PARTS, GROUPED)
+        row, end, col, group, first, last, _ = _place(unit, shape, 64 * SUBS, PAIR, PARTS, GROUPED)
         b_row = group * shape[1] + col
         if GROUPED == 2:
             row = group
@@ -130,6 +132,8 @@ def _load(
                 tma.async_copy_global_to_shared(a_desc, [row + 64 * i, k * BK], ready, a_bufs.index(slot * SUBS + i))
             tma.async_copy_global_to_shared(b_desc, [b_row, k * BK], ready, b_bufs.index(slot))
             slot, phase = _next(slot, phase, STAGES)
+        if HOW.add:
+            fetch(output, row, end, col, SUBS)
 
 
 @gluon.jit
@@ -238,9 +242,6 @@ def _consume(
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         row, end, col, _, first, last, part = place
         after = gl.minimum(unit + gl.num_programs(0), units - 1)
-        if HOW.add:
-            for i in gl.static_range(ROWS):
-                fetch(output, row + 64 * (ROWS * WHO + i), end, col)
         acc0 = zero
         acc1 = zero
         mbarrier.wait(full.index(slot), phase, pred=first < last)
@@ -352,7 +353,7 @@ def coalesced_kernel(
     shape = (M, N, K, SPAN, SPLIT, G, table_ptr)
     output = (c_desc, out_ptr, ldc, bias_ptr, q_ptr, s_ptr)
     data = (a_bufs, b_bufs, c_bufs, f_bufs, g_bufs, t_bufs, full, empty, output, shape)
-    load = (a_bufs, b_bufs, full, empty, a_desc, b_desc, shape)
+    load = (a_bufs, b_bufs, full, empty, a_desc, b_desc, output, shape)
     scale = (f_bufs, g_bufs, t_bufs, full, empty, sa_ptr, sa_r, sa_c, sb_ptr, sb_g, sb_r, sb_c, shape)
     if CONSUMERS == 3:
         gl.warp_specialize(
@@ -360,7 +361,7 @@ def coalesced_kernel(
                 (_consume, (data, 0, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, TMA_STORE, PARTS, GROUPED, HOW)),
                 (_consume, (data, 1, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, TMA_STORE, PARTS, GROUPED, HOW)),
                 (_consume, (data, 2, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, TMA_STORE, PARTS, GROUPED, HOW)),
-                (_load, (load, SUBS, STAGES, PAIR, PARTS, GROUPED)),
+                (_load, (load, SUBS, STAGES, PAIR, PARTS, GROUPED, HOW)),
                 (_scale, (scale, SUBS, STAGES, SIDES, PAIR, MIXED, A_R, A_K, B_K, PARTS, GROUPED)),
             ],
             [4, 4, 1, 2],
@@ -371,7 +372,7 @@ def coalesced_kernel(
             [
                 (_consume, (data, 0, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, TMA_STORE, PARTS, GROUPED, HOW)),
                 (_consume, (data, 1, CONSUMERS, ROWS, STAGES, SIDES, PAIR, MIXED, TMA_STORE, PARTS, GROUPED, HOW)),
-                (_load, (load, SUBS, STAGES, PAIR, PARTS, GROUPED)),
+                (_load, (load, SUBS, STAGES, PAIR, PARTS, GROUPED, HOW)),
                 (_scale, (scale, SUBS, STAGES, SIDES, PAIR, MIXED, A_R, A_K, B_K, PARTS, GROUPED)),
             ],
             [4, 1, 2],

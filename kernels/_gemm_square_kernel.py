@@ -16,7 +16,7 @@ factors alone decide which, so that the same operands give the same bits.
 
 from __future__ import annotations
 
-from ._gemm_hopper_epilogue import fetch, store
+from ._gemm_hopper_epilogue import store
 from ._gemm_hopper_kernel import BK, _factor, _load, _next, _place, _units
 from ._gluon import gl, gluon, hopper
 
@@ -161,8 +161,6 @@ def _consume(
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         row, end, col, _, first, last, part = place
         after = gl.minimum(unit + gl.num_programs(0), units - 1)
-        if HOW.add:
-            fetch(output, row + 64 * WHO, end, col)
         acc = zeros
         mbarrier.wait(full.index(slot), phase)
         for k in range(first, last):
@@ -203,8 +201,9 @@ def square_kernel(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
     shape = (M, N, K, SPAN, SPLIT, G, table_ptr)
-    data = (a_bufs, b_bufs, c_bufs, f_steps, t_bufs, full, empty, (c_desc, out_ptr, ldc, bias_ptr, q_ptr, s_ptr), shape)
-    load = (a_bufs, b_bufs, full, empty, a_desc, b_desc, shape)
+    output = (c_desc, out_ptr, ldc, bias_ptr, q_ptr, s_ptr)
+    data = (a_bufs, b_bufs, c_bufs, f_steps, t_bufs, full, empty, output, shape)
+    load = (a_bufs, b_bufs, full, empty, a_desc, b_desc, output, shape)
     scale = (f_bufs, t_bufs, full, empty, sa_ptr, sa_r, sa_c, sb_ptr, sb_r, sb_c, shape)
     if CONSUMERS == 3:
         gl.warp_specialize(
@@ -212,7 +211,7 @@ def square_kernel(
                 (_consume, (data, 0, CONSUMERS, STAGES, TMA_STORE, PARTS, HOW)),
                 (_consume, (data, 1, CONSUMERS, STAGES, TMA_STORE, PARTS, HOW)),
                 (_consume, (data, 2, CONSUMERS, STAGES, TMA_STORE, PARTS, HOW)),
-                (_load, (load, CONSUMERS, STAGES, 1, PARTS, False)),
+                (_load, (load, CONSUMERS, STAGES, 1, PARTS, False, HOW)),
                 (_scale, (scale, CONSUMERS, STAGES, PARTS)),
             ],
             [4, 4, 1, 2],
@@ -223,7 +222,7 @@ def square_kernel(
             [
                 (_consume, (data, 0, CONSUMERS, STAGES, TMA_STORE, PARTS, HOW)),
                 (_consume, (data, 1, CONSUMERS, STAGES, TMA_STORE, PARTS, HOW)),
-                (_load, (load, CONSUMERS, STAGES, 1, PARTS, False)),
+                (_load, (load, CONSUMERS, STAGES, 1, PARTS, False, HOW)),
                 (_scale, (scale, CONSUMERS, STAGES, PARTS)),
             ],
             [4, 1, 2],

@@ -52,10 +52,11 @@ _MAX_SPLIT = 32
 _L2_BYTES = 2**26  # of operands that a second-level cache of 50 MB does not hold, with room for what stays by chance
 
 
-def span(M: int, N: int, K: int) -> int:
+def span(M: int, N: int, K: int, groups: int = 0) -> int:
     """How many rows of tiles are computed together, before the next ones to the right. Where the cache does not hold
-    the operands, the tiles in flight should be about as many rows of A as of B: 12 rows of 192 by 11 of 128."""
-    return 12 if (M + N) * K > _L2_BYTES else 4
+    the operands, the tiles in flight should be about as many rows of A as of B: 12 rows of 192 by 11 of 128. Groups,
+    each with a matrix of its own, were not faster for it."""
+    return 12 if groups == 0 and (M + N) * K > _L2_BYTES else 4
 
 
 def factors(a_block: Block, b_block: Block) -> tuple[int, bool]:

@@ -201,7 +201,7 @@ def make_plan(
     if divided:
         tiles_m = groups * -(-M // tile.height)
     grid = (min(tiles_m * -(-N // 128) * split, sms), 1, 1)
-    return Plan(tile, split, staged, grid, (M, N, K, span(M, N, K), split, groups), constants)
+    return Plan(tile, split, staged, grid, (M, N, K, span(M, N, K, groups), split, groups), constants)
 
 
 def make_square_plan(

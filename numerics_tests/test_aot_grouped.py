@@ -100,7 +100,11 @@ def hopper_weight_gradient(tile: str, *blocks: tuple[int, int], out: str = "bf16
 def around_torch(kernel: Any, constants: dict[str, int], store: str) -> Version:
     types = {"offs_ptr": "*i64", "ends_ptr": "*i32", "out_ptr": "*bf16"}
     names = {n: types[n] for n in kernel.arg_names if n in types}
-    rest: Any = {"odd": ("M", "G"), "options": {"num_warps": 4}, "instruction": dict.fromkeys((HOPPER, BLACKWELL), store)}
+    rest: Any = {
+        "odd": ("M", "G"),
+        "options": {"num_warps": 4},
+        "instruction": dict.fromkeys((HOPPER, BLACKWELL), store),
+    }
     return Version(kernel=kernel, constants=constants, types=names, **rest)
 
 

@@ -182,7 +182,9 @@ def wide(x: torch.Tensor, block: tuple[int, int] | None, axis: int = -1) -> tupl
 
 
 @groups
-@pytest.mark.parametrize("blocks", [((1, 32), (1, 32)), ((1, 128), (32, 32)), (None, (1, 32)), ((1, 128), None)], ids=str)
+@pytest.mark.parametrize(
+    "blocks", [((1, 32), (1, 32)), ((1, 128), (32, 32)), (None, (1, 32)), ((1, 128), None)], ids=str
+)
 def test_products_in_bfloat16(sizes, rows, blocks) -> None:
     """Small integers: exact, so that nothing but the rows and matrices that are taken can be wrong."""
     x, w = torch.randint(-3, 4, (rows, 64)).float(), torch.randint(-3, 4, (len(sizes), 40, 64)).float()
