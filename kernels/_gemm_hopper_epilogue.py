@@ -82,8 +82,8 @@ def _put(value, out_ptr, ldc, row, end, col, part, M, N, ADD: gl.constexpr, WHOL
 
 @gluon.jit
 def fetch(output, row, end, col, SUBS: gl.constexpr):
-    """For one warp: ask for the float32 values of ``64 * SUBS`` x 128 that a tile is added to, to be in the second-level
-    cache, since its loads have little in flight and would wait long for memory."""
+    """For one warp: ask for the ``64 * SUBS`` x 128 float32 values that a tile is added to, to be in the second-level
+    cache. The loads have little in flight and would wait long for memory."""
     out_ptr, ldc = output[1], output[2]
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     column = gl.minimum(col + lane % 4 * 32, ldc - 1)  # of a line of 128 bytes

@@ -113,8 +113,8 @@ def _load(
     data, SUBS: gl.constexpr, STAGES: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexpr, GROUPED: gl.constexpr,
     HOW: gl.constexpr,
 ):  # fmt: skip
-    """The loader warp: tiles of A and B into the ring, in the order in which the consumers take them. What a tile is added
-    to (``HOW.add``) is fetched into the second-level cache when all of its operands are on their way."""
+    """The loader warp: tiles of A and B into the ring, in the order in which the consumers take them. What a tile is
+    added to (``HOW.add``) is fetched into the second-level cache when all of its operands are on their way."""
     a_bufs, b_bufs, full, empty, a_desc, b_desc, output, shape = data
     slot = 0
     phase = 1

@@ -1,8 +1,8 @@
-"""Grouped matrix products through bfloat16 and torch's grouped GEMM, for operands whose scales reach over fewer than 128
-of what is summed. As :mod:`_gemm_exact`: both operands are dequantised and multiplied with float32 accumulation.
+"""Grouped matrix products through bfloat16 and torch's grouped GEMM, for operands whose scales reach over fewer than
+128 of what is summed. As :mod:`_gemm_exact`: both operands are dequantised and multiplied with float32 accumulation.
 
-Group ends stay on the device. What torch takes for granted of them, and leaves unwritten, is seen to here: a first, tiny
-kernel brings them within bounds, a last one clears the rows after the last group.
+Group ends stay on the device. What torch takes for granted of them, and leaves unwritten, is seen to here: a first,
+tiny kernel brings them within bounds, a last one clears the rows after the last group.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def grouped_gemm(a: Operand, b: Operand, offs: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_wgrad(a: Operand, b: Operand, starts: torch.Tensor) -> torch.Tensor:
-    """``a[rows of g, N].T @ b[rows of g, K]``: bfloat16 ``[G, N, K]``, zero for a group without rows. ``starts``: of the
-    groups in both, which must be as long.
+    """``a[rows of g, N].T @ b[rows of g, K]``: bfloat16 ``[G, N, K]``, zero for a group without rows. ``starts``: of
+    the groups in both, which must be as long.
 
     **Numerics.** As :func:`_gemm_exact.exact`.
     """

@@ -84,7 +84,7 @@ def _kernel(
     x_at = x_ptr + col + (source.to(gl.int64) * x_r)[:, None] + cols[None, :]
     x = gl.load(x_at, mask=some[:, None] & (col + cols < C)[None, :], other=0.0)
     y = widen(gl.convert_layout(x, LB))
-    byte = scale_byte(block_amax(y, STEP, CB), FMT, RULE, SATFINITE)
+    byte = scale_byte(block_amax(y, STEP, CB, True), FMT, RULE, SATFINITE)
     codes = codes_of(y, byte, STEP, CB, FMT, LB)
     # Padding rows are zero, in a block that is NaN as well.
     rows = gl.arange(0, BM, layout=gl.SliceLayout(1, LB))
