@@ -59,7 +59,7 @@ def product_and_casts(
         cast, activate_and_cast: the modules of the backend for ``quantize`` and for ``activation_quantize``.
     """
     with_h = "hp" in casts.outputs
-    h = product(hp_dtype if with_h else torch.float32)
+    h = product(hp_dtype if with_h or casts.round_first else torch.float32)
     return *_casts_of(h, activation, casts, cast, activate_and_cast), h if with_h else None
 
 
@@ -67,7 +67,7 @@ def _casts_of(
     h: torch.Tensor, activation: str | None, casts: Any, cast: ModuleType, activate_and_cast: ModuleType
 ) -> tuple[Maybe, Maybe, Maybe, Maybe]:
     """``(q, s)`` along rows and ``(t, u)`` along columns of ``activation(h)``; None for what is not asked for."""
-    made = replace(casts, outputs=tuple(name for name in casts.outputs if name != "hp"))
+    made = replace(casts, outputs=tuple(name for name in casts.outputs if name != "hp"), round_first=False)
     if activation is not None:
         q, s, t, u, _ = activate_and_cast.activation_quantize(h, None, activation=activation, casts=made)
         return q, s, t, u

@@ -29,6 +29,7 @@ class Epilogue:
         block: columns of a block (32 or 128) of the cast along rows; 0: no cast, the value itself is stored.
         fmt, rule, satfinite: of the cast.
         before: whether the value before the activation is stored beside the cast, which then takes that rounded value.
+        through: what else the value is rounded to before the activation: bfloat16 (1), float16 (2) or nothing (0).
     """
 
     bias: bool = False
@@ -39,6 +40,7 @@ class Epilogue:
     rule: int = 0
     satfinite: bool = False
     before: bool = False
+    through: int = 0
 
 
 @gluon.jit
@@ -155,6 +157,10 @@ def store(
             else:
                 _write(acc, out_ptr, ldc, row, end, col, part, M, N, False, True)
             acc = acc.to(gl.float32)
+        if HOW.through == 1:
+            acc = acc.to(gl.bfloat16).to(gl.float32)
+        elif HOW.through == 2:
+            acc = acc.to(gl.float16).to(gl.float32)
         if HOW.activation >= 0:
             acc = activate_alike(acc, HOW.activation, True)
         _cast(acc, q_ptr, s_ptr, ldc, row, end, col, M, HOW)

@@ -133,6 +133,9 @@ def gemm_quantize(
     return q, s, None, None, h
 
 
+_THROUGH = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of an Epilogue
+
+
 def _rows_from_registers(
     a: Operand, b: Operand, *, bias: torch.Tensor | None, activation: str | None, hp_dtype: torch.dtype, casts: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -146,6 +149,7 @@ def _rows_from_registers(
     how = Epilogue(
         bias=bias is not None, activation=-1 if activation is None else ACTIVATIONS[activation], block=casts.block[1],
         fmt=fmt, rule=rule, satfinite=casts.satfinite, before="hp" in names,
+        through=_THROUGH[hp_dtype] if casts.round_first and "hp" not in names else 0,
     )  # fmt: skip
     if plan_for(a, b, how, hp_dtype.itemsize == 2).split > 1:
         return None

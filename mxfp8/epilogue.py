@@ -38,6 +38,7 @@ def gemm_quantize(
     scale_rule: str | ScaleRule = "rceil",
     satfinite: bool = False,
     hp_dtype: torch.dtype = torch.bfloat16,
+    round_first: bool = False,
     backend: str = "auto",
 ) -> Product:
     """``activation(h)`` of ``h = a[M, K] @ b[N, K].T + bias[N]`` as MX copies; the value itself is not written.
@@ -55,16 +56,17 @@ def gemm_quantize(
             make; at least one of the first two.
         fmt, block, column_block, scale_rule, satfinite: of the casts, as :func:`mxfp8.quantize_both`.
         hp_dtype: float32, bfloat16 or float16.
+        round_first: round ``h`` to ``hp_dtype`` even if it is not asked for: the copies that come with it otherwise.
 
     Raises:
         TypeError, ValueError: as :func:`mxfp8.gemm` and :func:`mxfp8.fused.activation_quantize`.
 
-    **Numerics.** The float32 value of ``h`` goes into the activation and on into the casts; with ``"hp"`` it is first
-    rounded to ``hp_dtype``, so that backward, which starts from the rounded value, differentiates what forward
-    computed. Either way the copies are those of ``activation_quantize(h, activation)`` for the ``h`` that
-    :func:`mxfp8.gemm` gives in float32 or in ``hp_dtype``, bit for bit.
+    **Numerics.** The float32 value of ``h`` goes into the activation and on into the casts; with ``"hp"`` or
+    ``round_first`` it is first rounded to ``hp_dtype``, so that backward, which starts from the rounded value,
+    differentiates what forward computed. Either way the copies are those of ``activation_quantize(h, activation)`` for
+    the ``h`` that :func:`mxfp8.gemm` gives in float32 or in ``hp_dtype``, bit for bit.
     """
-    casts = make_casts(fmt, block, column_block, scale_rule, outputs, False, satfinite)
+    casts = make_casts(fmt, block, column_block, scale_rule, outputs, round_first, satfinite)
     ops.check_product("gemm_quantize", a, b, bias, hp_dtype)
     _check(activation, casts.outputs, b.shape[0])
     left, right = ops.parts_of(a), ops.parts_of(b)

@@ -103,23 +103,20 @@ class _MLPPlan:
         options = {"activation": self.activation}
         return operands(self.fc2, "activation_quantize", (h, bias), options, along, down)[:2]
 
-    def multiply_and_activate(
-        self, n: Operand, w1: Operand, dtype: torch.dtype, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Operand]:
-        """``H`` and the operand of fc2 in fprop, by one op where there is one: not with a bias, which ``H`` must not
-        hold, not with other casts, nor while somebody watches. The same bits either way."""
+    def multiply_and_activate(self, n: Operand, w1: Operand, dtype: torch.dtype, bias: torch.Tensor | None) -> Operand:
+        """The operand of fc2 in fprop where nobody needs ``H``: by one op that does not write it, where there is one.
+        Not with a bias, which it would add before ``H`` is rounded, not with other casts, nor while somebody watches.
+        The same bits either way."""
         spec = self.fc2.spec("fprop", "input")
         products = isinstance(n, MXTensor) or isinstance(w1, MXTensor)
         if bias is not None or spec is None or not fusible(spec, spec) or observe.active() or not products:
-            h = self.fc1.gemm("fprop", n, w1, dtype)
-            return h, self.activate(h, bias, True, False)[0]
+            return cast(Operand, self.activate(self.fc1.gemm("fprop", n, w1, dtype), bias, True, False)[0])
         made = gemm_quantize(
-            n, w1, activation=self.activation, outputs=("rows", "hp"), fmt=spec.fmt, block=spec.block,
-            scale_rule=spec.scale_rule, hp_dtype=dtype,
+            n, w1, activation=self.activation, fmt=spec.fmt, block=spec.block, scale_rule=spec.scale_rule,
+            hp_dtype=dtype, round_first=True,
         )  # fmt: skip
-        assert made.hp is not None
         assert made.rows is not None
-        return made.hp, made.rows
+        return made.rows
 
     def activate_backward(
         self, da: torch.Tensor, h: torch.Tensor, bias: torch.Tensor | None
@@ -182,21 +179,21 @@ class _MLPFunction(torch.autograd.Function):
         w1_fprop, w1_dgrad = unpack_weights(fc1, w1, weights[:split])
         w2_fprop, w2_dgrad = unpack_weights(fc2, w2, weights[split:])
         keep_n, keep_a = fc1.needs_wgrad and plan.keeps_input, fc2.needs_wgrad and plan.keeps_hidden
+        keep_h = fc2.needs_dgrad or (fc2.needs_wgrad and not keep_a)
 
         # === H[M,hidden] = norm(X)[M,in] @ W1^T
         n_fprop, n_wgrad, mean, rstd = plan.normalise(x, norm_weight, norm_bias, True, keep_n)
-        if keep_a:  # one pass over H casts it both ways
+        h = a_wgrad = None
+        if keep_h or keep_a:
             h = fc1.gemm("fprop", n_fprop, w1_fprop, x.dtype)
-            a_fprop, a_wgrad = plan.activate(h, b1, True, True)
+            a_fprop, a_wgrad = plan.activate(h, b1, True, keep_a)
         else:
-            h, a_fprop = plan.multiply_and_activate(n_fprop, w1_fprop, x.dtype, b1)
-            a_wgrad = None
+            a_fprop = plan.multiply_and_activate(n_fprop, w1_fprop, x.dtype, b1)
         del n_fprop
 
         # === Y[M,out] = act(H + b1)[M,hidden] @ W2^T + b2
         y = fc2.gemm("fprop", a_fprop, w2_fprop, x.dtype, b2)
 
-        keep_h = fc2.needs_dgrad or (fc2.needs_wgrad and not keep_a)
         again, differentiate = fc1.needs_wgrad and not keep_n, fc1.needs_dgrad and plan.norm is not None
         keep_x = again or differentiate
         ctx.save_for_backward(

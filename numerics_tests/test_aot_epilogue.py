@@ -36,6 +36,7 @@ def versions() -> list[Any]:
             (f"{tile} gelu narrow rows h", partial(make, **NARROW, **act["gelu"])),
             (f"{tile} gelu_tanh narrow rows h fp32", partial(make, out="fp32", **NARROW, **act["gelu_tanh"])),
             (f"{tile} rows", partial(make, block=32, rule=3, satfinite=True, fmt=1)),
+            (f"{tile} silu rows through bf16", partial(make, block=128, through=1, **act["silu"])),
             (f"{tile} gelu bias", partial(make, bias=True, **act["gelu"])),
             (f"{tile} add", partial(make, out="fp32", add=True)),
             (f"{tile} add bias", partial(make, out="fp32", add=True, bias=True)),
@@ -49,6 +50,7 @@ def versions() -> list[Any]:
         ):
             table += [
                 (f"{name} silu rows", partial(make, block=128, **act["silu"])),
+                (f"{name} gelu narrow rows through fp16", partial(make, block=32, through=2, bias=True, **act["gelu"])),
                 (f"{name} gelu narrow rows h", partial(make, **NARROW, **act["gelu"])),
                 (f"{name} add bias", partial(make, out="fp32", add=True, bias=True)),
             ]

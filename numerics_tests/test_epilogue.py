@@ -111,9 +111,9 @@ def same(got: tuple[Any, ...], want: tuple[Any, ...]) -> bool:
 
 
 def casts(outputs: tuple[str, ...], block: tuple[int, int], column_block: tuple[int, int], **how: Any) -> Any:
-    given = {"fmt": "e4m3", "scale_rule": "rceil", "satfinite": False, **how}
+    given = {"fmt": "e4m3", "scale_rule": "rceil", "satfinite": False, "round_first": False, **how}
     return fused.make_casts(
-        given["fmt"], block, column_block, given["scale_rule"], outputs, False, given["satfinite"]
+        given["fmt"], block, column_block, given["scale_rule"], outputs, given["round_first"], given["satfinite"]
     )  # fmt: skip
 
 
@@ -171,6 +171,17 @@ def test_copies_have_the_bits_of_the_steps(plain: Backend, pair: str, activation
 
 def _there(op: str, backend: Backend) -> str:
     return backend[0] if dispatch.why_not(op, *backend) is None else "triton"
+
+
+@pytest.mark.parametrize("hp_dtype", OUT, ids=str)
+def test_rounded_first_are_the_copies_that_come_with_the_value(plain: Backend, hp_dtype: torch.dtype) -> None:
+    for (i, (m, n, k)), pair in itertools.product(enumerate(SHAPES), PAIRS[:2]):
+        a, b = (operand(torch.randn(r, k, device=plain[1]), t) for r, t in zip((m, n), pair.split("-"), strict=True))
+        how = {"bias": torch.randn(n, device=plain[1]), "activation": ("silu", None)[i % 2], "hp_dtype": hp_dtype}
+        for outputs in (("rows",), ("rows", "columns")):
+            with_h = quantized(plain, a, b, casts((*outputs, "hp"), *BLOCKS[0]), **how)
+            got = quantized(plain, a, b, casts(outputs, *BLOCKS[0], round_first=True), **how)
+            assert same(got, (*with_h[:4], None)), (m, n, k, pair, outputs)
 
 
 @pytest.mark.parametrize("satfinite", [False, True])

@@ -210,23 +210,22 @@ def test_the_bits_of_the_composition_for_every_activation(activation: str, bias:
             assert differing(run(mlp, x, dy), Composition(mlp)(x, dy)) == []
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_casts_in_the_first_product_change_no_bits(
-    activation: str, recompute: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_without_gradients_the_hidden_value_is_not_written_and_no_bits_change(
+    activation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    watched = mock.Mock(wraps=mxfp8.gemm_quantize)
+    monkeypatch.setattr("mxfp8.mlp.gemm_quantize", watched)
     for recipe, dtype in itertools.product(("mxfp8_coalesced", "mxfp8_square", "mxfp8_robust"), (torch.bfloat16, None)):
-        mlp = MXFP8MLP(128, 256, activation=activation, bias=False, recipe=recipe, recompute=recompute, device=device)
-        x, dy = (torch.randn(130, 128, device=device, dtype=dtype) for _ in range(2))
-        watched = mock.Mock(wraps=mxfp8.gemm_quantize)
-        with monkeypatch.context() as patch:
-            patch.setattr("mxfp8.mlp.fusible", lambda *_: False)
-            want = run(mlp, x, dy)
-        with monkeypatch.context() as patch:
-            patch.setattr("mxfp8.mlp.gemm_quantize", watched)
-            assert differing(run(mlp, x, dy), want) == []
-        kept = get_recipe(recipe).saves_mx_activations and not recompute
-        assert watched.call_count == (not kept)
+        for bias in (False, True):
+            mlp = MXFP8MLP(128, 256, activation=activation, bias=bias, recipe=recipe, device=device)
+            x = torch.randn(130, 128, device=device, dtype=dtype)
+            watched.reset_mock()
+            want = mlp(x)
+            assert watched.call_count == 0
+            with torch.no_grad():
+                assert torch.equal(mlp(x), want)
+            assert watched.call_count == (not bias)
 
 
 def test_layers_of_different_recipes(device: torch.device) -> None:

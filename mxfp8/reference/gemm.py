@@ -62,10 +62,9 @@ def gemm_quantize(
     """``(qdata, scale)`` along -1 and along -2 of ``activation(h)``, then ``h``, which is the product plus ``bias`` in
     ``hp_dtype``; None for what ``casts`` does not ask for. Contract in :func:`mxfp8.gemm_quantize`."""
     with_h = "hp" in casts.outputs
-    h = gemm(
-        a, a_scale, a_block, b, b_scale, b_block, bias=bias, out_dtype=hp_dtype if with_h else torch.float32
-    )  # fmt: skip
-    made = replace(casts, outputs=tuple(name for name in casts.outputs if name != "hp"))
+    out_dtype = hp_dtype if with_h or casts.round_first else torch.float32
+    h = gemm(a, a_scale, a_block, b, b_scale, b_block, bias=bias, out_dtype=out_dtype)
+    made = replace(casts, outputs=tuple(name for name in casts.outputs if name != "hp"), round_first=False)
     return *copies(activated(h.to(torch.float32), activation), hp_dtype, made)[:4], h if with_h else None
 
 
