@@ -162,7 +162,9 @@ def _consume(
         row, end, col, _, first, last, part = place
         after = gl.minimum(unit + gl.num_programs(0), units - 1)
         acc = zeros
-        mbarrier.wait(full.index(slot), phase)
+        # Without this use of ``first`` Triton 3.6 takes it for dead, as no more than a bound of an inner loop, and every
+        # part of K would start where the first one does.
+        mbarrier.wait(full.index(slot), phase, pred=first < last)
         for k in range(first, last):
             state = (slot, phase, place, after, last)
             alike = gl.reduce(t_bufs.index(slot).slice(WHO, 1, 1).load(words).reshape([2]), 0, _either) & 7

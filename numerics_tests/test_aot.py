@@ -79,6 +79,7 @@ class Built:
     shared: int
     sass: str
     ptx: str
+    ttgir: str
 
 
 def build(version: Version, capability: int, folder: Path) -> Built:
@@ -98,7 +99,7 @@ def build(version: Version, capability: int, folder: Path) -> Built:
     assert found is not None
     return Built(
         registers=int(found[1]), stack=int(found[2]), shared=compiled.metadata.shared,
-        sass=tool("cuobjdump", "-sass", path), ptx=compiled.asm["ptx"],
+        sass=tool("cuobjdump", "-sass", path), ptx=compiled.asm["ptx"], ttgir=compiled.asm["ttgir"],
     )  # fmt: skip
 
 
