@@ -162,8 +162,8 @@ def _consume(
         row, end, col, _, first, last, part = place
         after = gl.minimum(unit + gl.num_programs(0), units - 1)
         acc = zeros
-        # Without this use of ``first`` Triton 3.6 takes it for dead, as no more than a bound of an inner loop, and every
-        # part of K would start where the first one does.
+        # Without this use Triton 3.6 takes ``first`` for dead, as no more than a bound of an inner loop, and every part
+        # of K would start where the first one does.
         mbarrier.wait(full.index(slot), phase, pred=first < last)
         for k in range(first, last):
             state = (slot, phase, place, after, last)

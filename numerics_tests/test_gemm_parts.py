@@ -74,8 +74,8 @@ def loops_with_foreign_bounds(ttgir: str) -> list[str]:
 @pytest.mark.skipif(not (test_aot.TOOLS / "cuobjdump").exists(), reason="this triton brings no cuobjdump")
 @pytest.mark.parametrize("make", versions())
 def test_bounds_along_k_change_from_tile_to_tile(make: Make, tmp_path: Path) -> None:
-    """Triton 3.6 takes what a loop carries for dead where it is but a bound of a loop inside, and puts the first value in
-    its place. A second use prevents that."""
+    """Triton 3.6 takes what a loop carries for dead where it is but a bound of a loop inside, and puts the first value
+    in its place. A second use prevents that."""
     ttgir = test_aot.build(make(), HOPPER, tmp_path).ttgir
     assert ttgir.count("scf.for") >= 4
     assert loops_with_foreign_bounds(ttgir) == []
