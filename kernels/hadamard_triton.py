@@ -1,4 +1,5 @@
-"""The randomised Hadamard transform in plain Triton: one pass, any strides, the bits of the reference."""
+"""The randomised Hadamard transform in plain Triton, alone or in front of a cast along the same axis: one pass, any
+strides, the bits of the reference."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ._device import INTERPRETED, random_words, to_float32
+from ._device import INTERPRETED, element_codes, encode, random_words, stochastic, to_float32
 from ._launch import aligned, launch, triton_why_not
-from .quantize_triton import readable, three_dims
+from .quantize_triton import hardware, layout, quantize, random_of, readable, scaled_tile, three, three_dims
 
-__all__ = ["hadamard", "why_not"]
+__all__ = ["hadamard", "hadamard_quantize", "why_not"]
 
 
 def why_not(kind: str) -> str | None:
@@ -46,6 +47,27 @@ def butterflies(v, SIZE: tl.constexpr):
     return v
 
 
+@triton.jit
+def rotated(x, seed_lo, seed_hi, SIZE: tl.constexpr, FACTOR: tl.constexpr):
+    """The transform of runs of ``SIZE`` in the rows of ``x[N, L]``."""
+    N: tl.constexpr = x.shape[0]
+    L: tl.constexpr = x.shape[1]
+    column = tl.arange(0, SIZE)[None, :].to(tl.uint32)
+    zero = tl.zeros((1, SIZE), tl.uint32)
+    words = random_words(seed_lo, seed_hi, zero, zero, zero, column)
+    v = tl.reshape(x, (N * L // SIZE, SIZE)) * (1.0 - 2.0 * (words >> 31).to(tl.float32))
+    return tl.reshape(butterflies(v, SIZE) * FACTOR, (N, L))
+
+
+@triton.jit
+def _place(ACROSS, PADDED, BN: tl.constexpr, BL: tl.constexpr):
+    """``(batch, tile across, tile along)`` of a program."""
+    tiles_n = tl.cdiv(ACROSS, BN)
+    tiles = tiles_n * tl.cdiv(PADDED, BL)
+    pid = tl.program_id(0)
+    return (pid // tiles).to(tl.int64), (pid % tiles) % tiles_n, (pid % tiles) // tiles_n
+
+
 @triton.jit(do_not_specialize=["seed_lo", "seed_hi"])
 def _kernel(
     x_ptr, y_ptr, ACROSS, ALONG, PADDED, x_b, x_n, x_l, y_b, y_n, y_l, seed_lo: tl.int64, seed_hi: tl.int64,
@@ -53,19 +75,11 @@ def _kernel(
 ):  # fmt: skip
     """One tile of ``BN`` entries across and ``BL`` along the axis, whole runs of ``SIZE``; ``_n`` and ``_l`` are
     strides across and along."""
-    tiles_n = tl.cdiv(ACROSS, BN)
-    tiles = tiles_n * tl.cdiv(PADDED, BL)
-    pid = tl.program_id(0)
-    b = (pid // tiles).to(tl.int64)
-    n = ((pid % tiles) % tiles_n * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
-    at = ((pid % tiles) // tiles_n * BL + tl.arange(0, BL)).to(tl.int64)[None, :]
+    b, pn, pl = _place(ACROSS, PADDED, BN, BL)
+    n = (pn * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
+    at = (pl * BL + tl.arange(0, BL)).to(tl.int64)[None, :]
     x = to_float32(tl.load(x_ptr + b * x_b + n * x_n + at * x_l, mask=(n < ACROSS) & (at < ALONG), other=0.0))
-    column = tl.arange(0, SIZE)[None, :].to(tl.uint32)
-    zero = tl.zeros((1, SIZE), tl.uint32)
-    words = random_words(seed_lo, seed_hi, zero, zero, zero, column)
-    v = tl.reshape(x, (BN * BL // SIZE, SIZE)) * (1.0 - 2.0 * (words >> 31).to(tl.float32))
-    v = butterflies(v, SIZE)
-    y = tl.reshape(v * FACTOR, (BN, BL))
+    y = rotated(x, seed_lo, seed_hi, SIZE, FACTOR)
     tl.store(y_ptr + b * y_b + n * y_n + at * y_l, y, mask=(n < ACROSS) & (at < PADDED))
 
 
@@ -102,3 +116,91 @@ def hadamard(x: torch.Tensor, *, axis: int, size: int, seed: int) -> torch.Tenso
     grid = (b * -(-across // bn) * -(-ints[2] // bl), 1, 1)
     launch(_kernel, key, grid, (x, y, *ints, seed & 0xFFFFFFFF, seed >> 32), constants, x.device, num_warps=4)
     return y
+
+
+# In front of a cast
+
+
+@triton.jit(do_not_specialize=["signs_lo", "signs_hi", "seed_lo", "seed_hi", "step", "stream", "row_offset",
+                               "col_offset"])  # fmt: skip
+def _cast_kernel(
+    x_ptr, q_ptr, s_ptr, step_ptr, ACROSS, ALONG, PADDED, x_b, x_n, x_l, q_b, q_n, q_l, s_b, s_n, s_l,
+    signs_lo: tl.int64, signs_hi: tl.int64,
+    seed_lo: tl.int64, seed_hi: tl.int64, step: tl.int64, stream: tl.int64, row_offset: tl.int64, col_offset: tl.int64,
+    BN: tl.constexpr, BL: tl.constexpr, NB: tl.constexpr, LB: tl.constexpr, SIZE: tl.constexpr, FACTOR: tl.constexpr,
+    FMT: tl.constexpr, RULE: tl.constexpr, SATFINITE: tl.constexpr, ROUNDING: tl.constexpr, DOWN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """As ``_kernel``, and the cast of the tile in blocks of ``NB`` across by ``LB`` along: whole ones, and whole runs.
+    ``DOWN``: whether the axis runs over rows. ``ROUNDING`` as in ``quantize_triton``."""
+    b, pn, pl = _place(ACROSS, PADDED, BN, BL)
+    n = (pn * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
+    at = (pl * BL + tl.arange(0, BL)).to(tl.int64)[None, :]
+    x = to_float32(tl.load(x_ptr + b * x_b + n * x_n + at * x_l, mask=(n < ACROSS) & (at < ALONG), other=0.0))
+    scaled, byte = scaled_tile(rotated(x, signs_lo, signs_hi, SIZE, FACTOR), NB, LB, FMT, RULE, SATFINITE)
+    if ROUNDING > 0:
+        if ROUNDING == 2:
+            step = tl.load(step_ptr).to(tl.uint32)
+        zero = tl.zeros(scaled.shape, tl.uint32)
+        if DOWN:
+            rows, cols = b * PADDED + at, n
+        else:
+            rows, cols = b * ACROSS + n, at
+        rows, cols = (row_offset + rows).to(tl.uint32) + zero, (col_offset + cols).to(tl.uint32) + zero
+        scaled = stochastic(scaled, random_words(seed_lo, seed_hi, step, stream, rows, cols), FMT)
+    codes = encode(scaled, FMT, HARDWARE)
+    tl.store(q_ptr + b * q_b + n * q_n + at * q_l, codes, mask=(n < ACROSS) & (at < PADDED))
+    n = (pn * (BN // NB) + tl.arange(0, BN // NB)).to(tl.int64)[:, None]
+    at = (pl * (BL // LB) + tl.arange(0, BL // LB)).to(tl.int64)[None, :]
+    inside = (n < tl.cdiv(ACROSS, NB)) & (at < tl.cdiv(PADDED, LB))
+    tl.store(s_ptr + b * s_b + n * s_n + at * s_l, byte.to(tl.uint8), mask=inside)
+
+
+def cast_tile(block: tuple[int, int], size: int) -> tuple[int, int, int]:
+    """``(BN, BL, warps)``: whole blocks (across, along) and runs, 4096 elements where they allow, 32 of them a thread,
+    or 16 where a block reaches over rows and columns."""
+    bl = max(block[1], size)
+    bn = max(block[0], 4096 // bl, 32)
+    return bn, bl, bn * bl // (1024 if block[0] == 1 else 512)
+
+
+def hadamard_quantize(
+    x: torch.Tensor, *, axis: int, size: int, signs: int, fmt: Any, block: tuple[int, int], scale_rule: Any,
+    rounding: Any, key: Any, satfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``(qdata, scale bytes as uint8)`` of the transform of ``x``, in the layout of ``quantize_triton.quantize``. Of
+    128x128 blocks with random bits, for which a tile has no registers, in two passes.
+
+    **Numerics.** The bits of :func:`hadamard` with seed ``signs``, then of the cast.
+    """
+    if block == (128, 128) and rounding == "stochastic":
+        return quantize(
+            hadamard(x, axis=axis, size=size, seed=signs), axis=axis, fmt=fmt, block=block, scale_rule=scale_rule,
+            rounding=rounding, key=key, satfinite=satfinite,
+        )  # fmt: skip
+    x = readable(x)
+    shape = list(x.shape)
+    shape[axis] = -(-shape[axis] // size) * size
+    out = layout(tuple(shape), axis, block)
+    qdata, scale = out.allocate(x.device)
+    if qdata.numel() == 0:
+        return qdata.view(fmt.dtype), scale.zero_()
+    FMT, RULE = element_codes(fmt, scale_rule)
+    mode, step_at, random = random_of(key if rounding == "stochastic" else None, x)
+    (b, r, c), (x_b, x_r, x_c) = three_dims(x.shape, x.stride())
+    (q_b, q_r, q_c), (s_b, s_r, s_c) = three(out.qdata_stride), three(out.scale_stride)
+    ints: tuple[int, ...]
+    if axis == -1:
+        across, ints = r, (r, c, shape[-1], x_b, x_r, x_c, q_b, q_r, q_c, s_b, s_r, s_c)
+    else:
+        across, ints = c, (c, r, shape[-2], x_b, x_c, x_r, q_b, q_c, q_r, s_b, s_c, s_r)
+    bn, bl, warps = cast_tile(block, size)
+    constants: dict[str, Any] = {
+        "BN": bn, "BL": bl, "NB": block[0], "LB": block[1], "SIZE": size, "FACTOR": 1.0 / math.sqrt(size), "FMT": FMT,
+        "RULE": RULE, "SATFINITE": satfinite, "ROUNDING": mode, "DOWN": axis == -2, "HARDWARE": hardware(x.device),
+    }  # fmt: skip
+    key = (*constants.values(), x.dtype, aligned(x), ints)
+    grid = (b * -(-across // bn) * -(-ints[2] // bl), 1, 1)
+    args = (x, qdata, scale, step_at, *ints, signs & 0xFFFFFFFF, signs >> 32, *random)
+    launch(_cast_kernel, key, grid, args, constants, x.device, num_warps=warps)
+    return qdata.view(fmt.dtype), scale

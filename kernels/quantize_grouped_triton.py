@@ -18,7 +18,7 @@ import triton.language as tl
 from ._device import element_codes, encode, random_words, stochastic, to_float32
 from ._groups import find_step
 from ._launch import aligned, launch, triton_why_not
-from .hadamard_triton import butterflies
+from .hadamard_triton import rotated
 from .quantize_triton import hardware, random_of, readable, scaled_tile
 
 __all__ = ["quantize_grouped", "why_not"]
@@ -27,17 +27,6 @@ __all__ = ["quantize_grouped", "why_not"]
 def why_not(kind: str) -> str | None:
     """The reason why this kernel cannot run on a device type, or None."""
     return triton_why_not(kind)
-
-
-@triton.jit
-def _transform(x, seed_lo, seed_hi, SIZE: tl.constexpr, FACTOR: tl.constexpr):
-    """The random Hadamard transform of runs of ``SIZE`` rows of a tile: the bits of :mod:`hadamard_triton`."""
-    BM: tl.constexpr = x.shape[0]
-    BK: tl.constexpr = x.shape[1]
-    zero = tl.zeros((1, SIZE), tl.uint32)
-    words = random_words(seed_lo, seed_hi, zero, zero, zero, tl.arange(0, SIZE)[None, :].to(tl.uint32))
-    v = tl.reshape(tl.trans(x), (BK * BM // SIZE, SIZE)) * (1.0 - 2.0 * (words >> 31).to(tl.float32))
-    return tl.trans(tl.reshape(butterflies(v, SIZE) * FACTOR, (BK, BM)))
 
 
 @triton.jit(do_not_specialize=["M", "G", "seed_lo", "seed_hi", "step", "stream", "row_offset", "col_offset", "signs_lo",
@@ -65,7 +54,7 @@ def _kernel(
     x = to_float32(tl.load(x_ptr + rows * x_r + cols * x_c, mask=(rows < end) & (cols < C), other=0.0))
     filled = end  # rows that hold something: a transform spreads the last ones over their whole run
     if HADAMARD > 0:
-        x = _transform(x, signs_lo, signs_hi, HADAMARD, FACTOR)
+        x = tl.trans(rotated(tl.trans(x), signs_lo, signs_hi, HADAMARD, FACTOR))
         filled = row0 + tl.cdiv(end - row0, HADAMARD) * HADAMARD
     scaled, byte = scaled_tile(x, RB, CB, FMT, RULE, SATFINITE)
     if ROUNDING > 0:

@@ -318,10 +318,9 @@ def _wrap(
     rows = None if q is None or s is None else MXTensor.trusted(q, s, casts.fmt, -1, casts.block)
     columns = None if t is None or u is None else MXTensor.trusted(t, u, casts.fmt, -2, casts.column_block)
     if hadamard is not None and hp is not None and "columns" in casts.outputs:
-        rotated = ops.hadamard(hp, -2, hadamard, seed, _there("hadamard", backend, hp.device.type))
         columns = ops.quantize(
-            rotated, -2, casts.fmt, casts.column_block, casts.scale_rule, satfinite=casts.satfinite,
-            backend=_there("quantize", backend, hp.device.type),
+            hp, -2, casts.fmt, casts.column_block, casts.scale_rule, satfinite=casts.satfinite, hadamard=hadamard,
+            hadamard_seed=seed, backend=_there("hadamard_quantize", backend, hp.device.type),
         )  # fmt: skip
     return rows, columns, hp if "hp" in casts.outputs else None
 

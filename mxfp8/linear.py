@@ -68,10 +68,13 @@ class Plan:
         spec = self.spec(gemm, operand)
         if spec is None:
             return x
-        if spec.hadamard is not None:
-            x = ops.hadamard(x, axis, spec.hadamard, self.recipe.seed)
         key = self.random_key(gemm, operand, row_offset) if spec.rounding == "stochastic" else None
-        q = ops.quantize(x, axis, spec.fmt, spec.block, spec.scale_rule, spec.rounding, key)
+        q = ops.quantize(
+            x, axis, spec.fmt, spec.block, spec.scale_rule, spec.rounding, key, hadamard=spec.hadamard,
+            hadamard_seed=self.recipe.seed,
+        )  # fmt: skip
+        if observe.active() and spec.hadamard is not None:
+            x = ops.hadamard(x, axis, spec.hadamard, self.recipe.seed)
         self.watch_cast(gemm, operand, x, q)
         return q
 

@@ -17,6 +17,7 @@ from mxfp8.formats import (
     get_scale_rule,
 )
 from mxfp8.reference.fused import ACTIVATIONS
+from mxfp8.reference.hadamard import HADAMARD_SIZES
 from mxfp8.rng import RngKey
 from mxfp8.tensor import MXTensor, assembled, block_rc, check_axis
 
@@ -38,6 +39,8 @@ def quantize(
     backend: str = "auto",
     *,
     satfinite: bool = False,
+    hadamard: int | None = None,
+    hadamard_seed: int = 0,
 ) -> MXTensor:
     """Quantise ``x`` to MXFP8.
 
@@ -52,13 +55,17 @@ def quantize(
         seed: an int, or an :class:`~mxfp8.RngKey` with step, stream and the position of a shard.
         backend: ``"auto"``, or a name that must run or raise.
         satfinite: treat Inf as the largest finite value instead of making its block NaN.
+        hadamard, hadamard_seed: size and seed of a random Hadamard transform along ``axis`` that goes first, in the
+            same pass: the bits of :func:`hadamard` and then of this cast. The extent along ``axis`` is padded to a
+            multiple of the size.
 
     Returns:
         An :class:`~mxfp8.MXTensor` with ``qdata`` of the shape of ``x`` and one scale byte per block.
 
     Raises:
         TypeError: ``x`` is not a floating-point tensor of a supported dtype.
-        ValueError: unknown format, rule, rounding, block or axis; stochastic rounding without a seed.
+        ValueError: unknown format, rule, rounding, block, axis or size of the transform; stochastic rounding without a
+            seed.
 
     **Numerics.** With ``a`` the block's absolute maximum in float32, the scale byte follows ``scale_rule`` exactly and
     is clamped to 0..254; ``a = 0`` gives byte 0 and zeros that keep their signs; there is no epsilon. Elements are
@@ -69,7 +76,7 @@ def quantize(
     (``rceil``).
     """
     block, known = get_block(block), None
-    if seed is None and rounding == "nearest" and type(axis) is int:
+    if seed is None and rounding == "nearest" and type(axis) is int and hadamard is None:
         known = replays.key("quantize", (x,), axis, fmt, block, scale_rule, satfinite, backend)
         if (made := replays.again(known, x)) is not None:
             return assembled(made[0], made[1], get_format(fmt), axis, block)
@@ -81,11 +88,15 @@ def quantize(
         raise TypeError(f"seed is {seed!r}: use an int or an RngKey")
     if mode is Rounding.STOCHASTIC and key is None:
         raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
-    run, x = dispatch.resolve("quantize", backend, x.device), _detached(x)
+    op, first = "quantize", {}
+    if hadamard is not None:
+        _check_size(hadamard)
+        op, first = "hadamard_quantize", {"size": hadamard, "signs": hadamard_seed}
+    run, x = dispatch.resolve(op, backend, x.device), _detached(x)
 
     def cast() -> tuple[torch.Tensor, torch.Tensor]:
         return run(  # type: ignore[no-any-return]
-            x, axis=axis, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite
+            x, axis=axis, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite, **first
         )
 
     qdata, scale = replays.run(known, cast, (x,))
@@ -156,8 +167,7 @@ def hadamard(x: torch.Tensor, axis: int = -1, size: int = 32, seed: int = 0, bac
     multiplication other than that of the additions. Source: Tseng et al., "Training LLMs with MXFP4", 2025.
     """
     _check_float("hadamard", x)
-    if size not in (16, 32, 64, 128):
-        raise ValueError(f"Hadamard size is {size}: use 16, 32, 64 or 128")
+    _check_size(size)
     check_axis(axis, x.ndim, (1, 32))
     if _wants_grad(x) and backend == "auto":
         backend = "reference"  # kernels record no gradient
@@ -330,6 +340,13 @@ def _check_bias(op: str, bias: torch.Tensor, b: MXTensor | torch.Tensor) -> None
     if bias.device != b.device:
         raise ValueError(f"{op}: bias is on {bias.device}, b on {b.device}")
     _check_no_grad(op, "bias", bias)
+
+
+def _check_size(size: int) -> None:
+    if size not in HADAMARD_SIZES:
+        raise ValueError(
+            f"Hadamard size is {size}: use {', '.join(map(str, HADAMARD_SIZES[:-1]))} or {HADAMARD_SIZES[-1]}"
+        )
 
 
 def _wants_grad(x: torch.Tensor | None) -> bool:

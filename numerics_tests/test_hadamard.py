@@ -92,3 +92,37 @@ def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
 def test_bad_arguments_are_named(error, match: str, call) -> None:
     with pytest.raises(error, match=match):
         call(torch.zeros(4, 32))
+
+
+@sizes
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_in_front_of_a_cast(axis: int, size: int, device: torch.device) -> None:
+    """The bits of the two steps, whatever the cast, and the shape of the first."""
+    for block, rounding in (
+        ((1, 32), "nearest"),
+        ((1, 128), "stochastic"),
+        ((32, 32), "nearest"),
+        ((1, 256), "stochastic"),
+    ):
+        x = torch.randn(70, 145, device=device).bfloat16()
+        rest = {"block": block, "rounding": rounding, "seed": mxfp8.RngKey(seed=3, step=4, stream=5)}
+        want = mxfp8.quantize(mxfp8.hadamard(x, axis, size, 7), axis, **rest)
+        got = mxfp8.quantize(x, axis, **rest, hadamard=size, hadamard_seed=7)
+        assert (
+            got.shape
+            == want.shape
+            == tuple(-(-n // size) * size if i == axis % 2 else n for i, n in enumerate(x.shape))
+        )
+        assert torch.equal(got.scale_bytes, want.scale_bytes)
+        assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+
+
+def test_bad_sizes_in_front_of_a_cast(device: torch.device) -> None:
+    for size in (0, 8, 48, 256):
+        with pytest.raises(ValueError, match=f"Hadamard size is {size}: use 16, 32, 64 or 128"):
+            mxfp8.quantize(torch.randn(4, 64, device=device), hadamard=size)
+
+
+def test_a_cast_of_nothing(device: torch.device) -> None:
+    for shape, axis, want in (((0, 64), -1, (0, 64)), ((3, 0), -1, (3, 0)), ((0, 5), -2, (0, 5)), ((7,), -1, (32,))):
+        assert mxfp8.quantize(torch.randn(shape, device=device), axis, hadamard=32).shape == want

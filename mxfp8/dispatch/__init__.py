@@ -30,7 +30,7 @@ from mxfp8.reference.fused import (
 )
 from mxfp8.reference.gemm import gemm, gemm_quantize, grouped_gemm
 from mxfp8.reference.grouped import check_offsets, grouped_wgrad, quantize_grouped
-from mxfp8.reference.hadamard import hadamard
+from mxfp8.reference.hadamard import hadamard, hadamard_quantize
 from mxfp8.reference.optim import adamw, rowwise_adagrad
 from mxfp8.reference.quantize import quantize, quantize_both
 from mxfp8.reference.recoalesce import recoalesce
@@ -45,6 +45,7 @@ OPS = (
     "quantize_both",
     "recoalesce",
     "hadamard",
+    "hadamard_quantize",
     "gemm",
     "gemm_quantize",
     "grouped_gemm",
@@ -67,6 +68,7 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {
     ("quantize_both", "reference"): quantize_both,
     ("recoalesce", "reference"): recoalesce,
     ("hadamard", "reference"): hadamard,
+    ("hadamard_quantize", "reference"): hadamard_quantize,
     ("gemm", "reference"): gemm,
     ("gemm_quantize", "reference"): gemm_quantize,
     ("grouped_gemm", "reference"): grouped_gemm,
@@ -85,6 +87,7 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {
 }
 _FILES = {
     "quantize_both": "quantize",
+    "hadamard_quantize": "hadamard",
     "gemm_quantize": "gemm",
     "grouped_wgrad": "grouped_gemm",
     "check_offsets": "grouped_gemm",

@@ -27,6 +27,10 @@ _BOTH = (
     "(Tensor, Tensor, Tensor, Tensor)"
 )
 _HADAMARD = "(Tensor x, int axis, int size, int[] seed, str backend) -> Tensor"
+_HADAMARD_QUANTIZE = (
+    "(Tensor x, int axis, int size, int[] signs, str fmt, int[] block, str scale_rule, str rounding, int[] key, "
+    "Tensor? step, bool satfinite, str backend) -> (Tensor, Tensor)"
+)
 _GEMM = (
     "(Tensor a, Tensor? a_scale, int[]? a_block, str? a_fmt, Tensor b, Tensor? b_scale, int[]? b_block, str? b_fmt, "
     "Tensor? bias, ScalarType out_dtype, str? activation, str backend) -> Tensor"
@@ -56,18 +60,20 @@ def _quantize(
     x: torch.Tensor, axis: int, fmt: str, block: list[int], scale_rule: str, rounding: str, key: list[int],
     step: torch.Tensor | None, satfinite: bool, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    rng = None
-    if key:
-        low, high, stream, row_offset, col_offset = key
-        assert step is not None
-        rng = RngKey(
-            seed=high << 32 | low, step=step, stream=stream, row_offset=row_offset, col_offset=col_offset
-        )  # fmt: skip
     q, s = kernel("quantize", backend, x.device)(
         x, axis=axis, fmt=get_format(fmt), block=(block[0], block[1]), scale_rule=ScaleRule(scale_rule),
-        rounding=Rounding(rounding), key=rng, satfinite=satfinite,
+        rounding=Rounding(rounding), key=_key(key, step), satfinite=satfinite,
     )  # fmt: skip
     return q.view(torch.uint8), s
+
+
+def _key(words: list[int], step: torch.Tensor | None) -> RngKey | None:
+    """Inverse of :func:`_words`."""
+    if not words:
+        return None
+    low, high, stream, row_offset, col_offset = words
+    assert step is not None
+    return RngKey(seed=high << 32 | low, step=step, stream=stream, row_offset=row_offset, col_offset=col_offset)
 
 
 @_quantize.register_fake
@@ -104,6 +110,25 @@ def _(x, axis, size, seed, backend):  # type: ignore[no-untyped-def]
     return x.new_empty(shape, dtype=torch.float32)
 
 
+@torch.library.custom_op("mxfp8::hadamard_quantize", mutates_args=(), schema=_HADAMARD_QUANTIZE)
+def _hadamard_quantize(
+    x: torch.Tensor, axis: int, size: int, signs: list[int], fmt: str, block: list[int], scale_rule: str, rounding: str,
+    key: list[int], step: torch.Tensor | None, satfinite: bool, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q, s = kernel("hadamard_quantize", backend, x.device)(
+        x, axis=axis, size=size, signs=signs[1] << 32 | signs[0], fmt=get_format(fmt), block=(block[0], block[1]),
+        scale_rule=ScaleRule(scale_rule), rounding=Rounding(rounding), key=_key(key, step), satfinite=satfinite,
+    )  # fmt: skip
+    return q.view(torch.uint8), s
+
+
+@_hadamard_quantize.register_fake
+def _(x, axis, size, signs, fmt, block, scale_rule, rounding, key, step, satfinite, backend):  # type: ignore[no-untyped-def]
+    shape = list(x.shape)
+    shape[axis] = -(-shape[axis] // size) * size
+    return layout(shape, x.device, axis, block)
+
+
 @torch.library.custom_op("mxfp8::gemm", mutates_args=(), schema=_GEMM)
 def _gemm(
     a: torch.Tensor, a_scale: torch.Tensor | None, a_block: list[int] | None, a_fmt: str | None,
@@ -132,15 +157,18 @@ def quantize(
     backend: str, x: torch.Tensor, *, axis: int, fmt: ElementFormat, block: BlockShape, scale_rule: ScaleRule,
     rounding: Rounding, key: RngKey | None, satfinite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    words: list[int] = []
-    step = None
-    if key is not None and rounding is Rounding.STOCHASTIC:
-        words = [key.seed & 0xFFFFFFFF, key.seed >> 32, key.stream, key.row_offset, key.col_offset]
-        step = key.step if isinstance(key.step, torch.Tensor) else torch.tensor(key.step, dtype=torch.int64)
     q, s = torch.ops.mxfp8.quantize(
-        x, axis, fmt.name, block, scale_rule.value, rounding.value, words, step, satfinite, backend
+        x, axis, fmt.name, block, scale_rule.value, rounding.value, *_words(key, rounding), satfinite, backend
     )
     return q.view(fmt.dtype), s
+
+
+def _words(key: RngKey | None, rounding: Rounding) -> tuple[list[int], torch.Tensor | None]:
+    """A key as operators take it: integers, and the step as a tensor, which may change from call to call."""
+    if key is None or rounding is not Rounding.STOCHASTIC:
+        return [], None
+    step = key.step if isinstance(key.step, torch.Tensor) else torch.tensor(key.step, dtype=torch.int64)
+    return [key.seed & 0xFFFFFFFF, key.seed >> 32, key.stream, key.row_offset, key.col_offset], step
 
 
 def quantize_both(
@@ -154,6 +182,17 @@ def quantize_both(
 def hadamard(backend: str, x: torch.Tensor, *, axis: int, size: int, seed: int) -> torch.Tensor:
     out: torch.Tensor = torch.ops.mxfp8.hadamard(x, axis, size, [seed & 0xFFFFFFFF, seed >> 32], backend)
     return out
+
+
+def hadamard_quantize(
+    backend: str, x: torch.Tensor, *, axis: int, size: int, signs: int, fmt: ElementFormat, block: BlockShape,
+    scale_rule: ScaleRule, rounding: Rounding, key: RngKey | None, satfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q, s = torch.ops.mxfp8.hadamard_quantize(
+        x, axis, size, [signs & 0xFFFFFFFF, signs >> 32], fmt.name, block, scale_rule.value, rounding.value,
+        *_words(key, rounding), satfinite, backend,
+    )  # fmt: skip
+    return q.view(fmt.dtype), s
 
 
 def gemm(
@@ -180,6 +219,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "quantize": quantize,
     "quantize_both": quantize_both,
     "hadamard": hadamard,
+    "hadamard_quantize": hadamard_quantize,
     "gemm": gemm,
 }
 """``op -> function(backend, ...)`` for use inside a compiled region."""

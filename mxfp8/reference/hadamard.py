@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+from mxfp8.reference.quantize import quantize
 from mxfp8.reference.random import random_signs
 
-__all__ = ["HADAMARD_SIZES", "hadamard"]
+__all__ = ["HADAMARD_SIZES", "hadamard", "hadamard_quantize"]
 
 HADAMARD_SIZES = (16, 32, 64, 128)
 
@@ -37,3 +39,10 @@ def hadamard(x: torch.Tensor, *, axis: int, size: int, seed: int) -> torch.Tenso
         y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         h *= 2
     return (y * (1.0 / math.sqrt(size))).reshape(shape).movedim(-1, axis)
+
+
+def hadamard_quantize(
+    x: torch.Tensor, *, axis: int, size: int, signs: int, **cast: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`hadamard` with seed ``signs``, then ``mxfp8.reference.quantize`` along the same axis."""
+    return quantize(hadamard(x, axis=axis, size=size, seed=signs), axis=axis, **cast)

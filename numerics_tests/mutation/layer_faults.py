@@ -8,8 +8,8 @@ LAYER_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="hadamard_seed_per_operand",
         file="mxfp8/linear.py",
-        old="spec.hadamard, self.recipe.seed)",
-        new='spec.hadamard, self.recipe.seed + (operand == "input"))',
+        old="hadamard_seed=self.recipe.seed,",
+        new='hadamard_seed=self.recipe.seed + (operand == "input"),',
         test="numerics_tests/test_linear.py::test_gemms_against_the_composition",
         why="the two transforms of wgrad do not cancel",
     ),
@@ -48,8 +48,8 @@ LAYER_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="rule_of_the_recipe_ignored_in_evaluation",
         file="mxfp8/linear.py",
-        old="ops.quantize(x, axis, spec.fmt, spec.block, spec.scale_rule,",
-        new='ops.quantize(x, axis, spec.fmt, spec.block, "rceil",',
+        old="x, axis, spec.fmt, spec.block, spec.scale_rule, spec.rounding, key,",
+        new='x, axis, spec.fmt, spec.block, "rceil", spec.rounding, key,',
         test="numerics_tests/test_linear.py::test_a_forward_without_gradients_has_the_same_bits",
         why="a floor recipe is evaluated as rceil",
     ),
