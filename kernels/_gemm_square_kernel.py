@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from ._gemm_hopper_epilogue import store
 from ._gemm_hopper_kernel import BK, _factor, _load, _next, _place, _units
-from ._gluon import gl, gluon, hopper
+from ._gluon import gl, gluon, hopper, reinterpreted
 
 if hasattr(hopper, "tma"):
     tma, mbarrier = hopper.tma, hopper.mbarrier
@@ -194,7 +194,7 @@ def square_kernel(
     if TMA_STORE:
         c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, 64, 128], c_desc.layout)
     f_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 2, 32], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    f_steps = f_bufs._reinterpret(gl.float32, [STAGES * 4, 8, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    f_steps = reinterpreted(f_bufs, [STAGES * 4, 8, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     t_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

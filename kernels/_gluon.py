@@ -13,7 +13,18 @@ import triton
 
 from ._launch import triton_why_not
 
-__all__ = ["HAVE_GLUON", "RELEASES", "Descriptor", "async_copy", "gl", "gluon", "hopper", "hopper_why_not", "swizzled"]
+__all__ = [
+    "HAVE_GLUON",
+    "RELEASES",
+    "Descriptor",
+    "async_copy",
+    "gl",
+    "gluon",
+    "hopper",
+    "hopper_why_not",
+    "reinterpreted",
+    "swizzled",
+]
 
 RELEASES = ("3.6", "3.7", "3.8", "3.9")
 """Triton releases whose Gluon the kernels were compiled with; run with 3.6 only. 3.5 checks things differently."""
@@ -44,9 +55,22 @@ if HAVE_GLUON:
             "async_copy_shared_to_global": _tma.async_store,
         }
         hopper = _with(_hopper, tma=_with(_tma, **_copies))
+
+    if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # from 3.9 on
+
+        @gluon.jit
+        def reinterpreted(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+            return memory.reinterpret(memory.dtype, SHAPE, LAYOUT)
+    else:
+
+        @gluon.jit
+        def reinterpreted(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+            """The same shared memory in another shape and layout."""
+            return memory._reinterpret(memory.dtype, SHAPE, LAYOUT)
 else:
     gluon = SimpleNamespace(jit=lambda fn=None, **_: fn if fn is not None else (lambda f: f))
     gl, hopper, async_copy = SimpleNamespace(constexpr=int), SimpleNamespace(), SimpleNamespace()
+    reinterpreted: Any = None
     _TensorDescriptor = object
 
 
