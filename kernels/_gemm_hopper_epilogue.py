@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ._device import scale_byte
 from ._gemm_epilogue import activate_alike
 from ._gluon import gl, gluon, hopper
-from .quantize_hopper import block_amax, codes_of
+from .quantize_hopper import block_amax, codes_of, prefetch
 
 if hasattr(hopper, "tma"):
     tma, fence_async_shared = hopper.tma, hopper.fence_async_shared
@@ -89,11 +89,9 @@ def fetch(output, row, end, col, SUBS: gl.constexpr):
     out_ptr, ldc = output[1], output[2]
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     column = gl.minimum(col + lane % 4 * 32, ldc - 1)  # of a line of 128 bytes
-    asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     for i in range(8 * SUBS):
         rows = gl.minimum(row + 8 * i + lane // 4, end - 1)
-        at = out_ptr + (rows.to(gl.int64) * ldc + column)
-        gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+        prefetch(out_ptr + (rows.to(gl.int64) * ldc + column))
 
 
 @gluon.jit

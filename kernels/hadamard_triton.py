@@ -199,8 +199,8 @@ def hadamard_quantize(
         "BN": bn, "BL": bl, "NB": block[0], "LB": block[1], "SIZE": size, "FACTOR": 1.0 / math.sqrt(size), "FMT": FMT,
         "RULE": RULE, "SATFINITE": satfinite, "ROUNDING": mode, "DOWN": axis == -2, "HARDWARE": hardware(x.device),
     }  # fmt: skip
-    key = (*constants.values(), x.dtype, aligned(x), ints)
+    version = (*constants.values(), x.dtype, aligned(x), ints)
     grid = (b * -(-across // bn) * -(-ints[2] // bl), 1, 1)
     args = (x, qdata, scale, step_at, *ints, signs & 0xFFFFFFFF, signs >> 32, *random)
-    launch(_cast_kernel, key, grid, args, constants, x.device, num_warps=warps)
+    launch(_cast_kernel, version, grid, args, constants, x.device, num_warps=warps)
     return qdata.view(fmt.dtype), scale

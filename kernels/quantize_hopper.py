@@ -148,6 +148,13 @@ def store_columns(
 
 
 @gluon.jit
+def prefetch(at):
+    """Ask for the lines of 128 bytes at these addresses to be in the second-level cache."""
+    asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _fetch(x_ptr, pm, pk, R, C, x_r, BM: gl.constexpr, BK: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr):
     """Ask for the tile of the program ``AHEAD`` places after this one in the grid to be in the second-level cache."""
     LINE: gl.constexpr = 1024 // x_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
@@ -156,9 +163,7 @@ def _fetch(x_ptr, pm, pk, R, C, x_r, BM: gl.constexpr, BK: gl.constexpr, WARPS: 
     right = pk + AHEAD // gl.num_programs(0)
     row = (pm + right // gl.num_programs(1) * gl.num_programs(0)) * BM + lines // (BK // LINE)
     col = right % gl.num_programs(1) * BK + lines % (BK // LINE) * LINE
-    at = x_ptr + gl.minimum(row, R - 1).to(gl.int64) * x_r + gl.minimum(col, C - 1)
-    asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+    prefetch(x_ptr + gl.minimum(row, R - 1).to(gl.int64) * x_r + gl.minimum(col, C - 1))
 
 
 @gluon.jit

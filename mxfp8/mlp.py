@@ -1,7 +1,7 @@
 """Norm, linear, activation, linear as one function: what feeds a GEMM is cast while it is computed.
 
 === forward    N  = norm(X)                  cast along K and along M while it is made
-               H  = N[M,K] @ W1[H,K]^T       kept as it is, without its bias
+               H  = N[M,K] @ W1[H,K]^T       kept as it is, without its bias; not written where no gradient needs it
                A  = act(H + b1)              cast along H and along M while it is made
                Y  = A[M,H] @ W2[N,H]^T + b2
 === backward   dW2 = dY^T @ A,   dA = dY @ W2
