@@ -227,7 +227,7 @@ LAYER_FAULTS: tuple[Fault, ...] = (
         file="mxfp8/linear.py",
         old="out: MXFP8Linear = _rewrap(linear, cls)",
         new='out: MXFP8Linear = _rewrap(__import__("copy").deepcopy(linear), cls)',
-        test="numerics_tests/test_policy.py::test_tied_weights_stay_tied_through_training_and_copies",
+        test="numerics_tests/test_convert.py::test_tied_weights_stay_tied_through_training_and_copies",
         why="ties break, optimisers train the old weight",
     ),
     Fault(
@@ -355,7 +355,7 @@ LAYER_FAULTS: tuple[Fault, ...] = (
         file="mxfp8/policy.py",
         old="and not filter_fn(module, names[0])",
         new="and filter_fn(module, names[0])",
-        test="numerics_tests/test_policy.py::test_filter_is_used_and_an_excluded_layer_is_left_as_it_is",
+        test="numerics_tests/test_convert.py::test_filter_is_used_and_an_excluded_layer_is_left_as_it_is",
         why="what was excluded is converted",
     ),
     Fault(
@@ -363,7 +363,7 @@ LAYER_FAULTS: tuple[Fault, ...] = (
         file="mxfp8/policy.py",
         old="if type(module) not in (nn.Linear, MXFP8Linear):",
         new="if not isinstance(module, (nn.Linear, MXFP8Linear)):",
-        test="numerics_tests/test_policy.py::test_what_cannot_be_converted_is_left_with_its_reason",
+        test="numerics_tests/test_convert.py::test_what_cannot_be_converted_is_left_with_its_reason",
         why="a subclass loses its own forward",
     ),
     Fault(
