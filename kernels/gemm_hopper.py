@@ -130,7 +130,7 @@ def gemm_quantize(
             lambda dtype: product(out_dtype=dtype), activation, hp_dtype, casts, cast, activate_and_cast
         )
     q, s, h = made
-    return q, s, None, None, h
+    return q, s, None, None, h if "hp" in casts.outputs else None
 
 
 _THROUGH = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of an Epilogue

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mxfp8 import dispatch
 from numerics_tests.interpreted.processes import Processes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,9 +22,20 @@ def is_interpreted(item: pytest.Item) -> bool:
     return item.path.name == "test_interpreter.py"
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that wait for other processes come last."""
+    """Tests that wait for other processes come last. A test of a backend is one of the GPU where there is one: without
+    the mark ``-m gpu`` would leave it out."""
     items.sort(key=is_interpreted)
+    if torch.cuda.is_available():
+        for item in filter(takes_a_backend, items):
+            item.add_marker(pytest.mark.gpu)
+
+
+def takes_a_backend(item: pytest.Item) -> bool:
+    """Whether one of a test's parameters is the name of a backend, which runs on the GPU if there is one."""
+    call = getattr(item, "callspec", None)
+    return call is not None and any(isinstance(v, str) and v in dispatch.BACKENDS for v in call.params.values())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

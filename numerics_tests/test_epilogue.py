@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -171,6 +172,24 @@ def test_copies_have_the_bits_of_the_steps(plain: Backend, pair: str, activation
 
 def _there(op: str, backend: Backend) -> str:
     return backend[0] if dispatch.why_not(op, *backend) is None else "triton"
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS, ids="-".join)
+def test_what_hopper_makes_is_what_was_asked_for(outputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that come from the accumulators bring no other tensor along. Without the launch, on any machine."""
+    gemm_hopper = pytest.importorskip("mxfp8.kernels.gemm_hopper", reason="tests of Triton kernels")
+    launched: list[Any] = []
+    monkeypatch.setattr(gemm_hopper, "plan_for", lambda *_: mock.Mock(split=1))
+    monkeypatch.setattr(gemm_hopper, "coalesced", lambda *_, **__: launched.append(1))
+    monkeypatch.setattr(gemm_hopper, "product_and_casts", lambda *_: ("steps",))
+    a, b = (operand(torch.ones(rows, 128), kind) for rows, kind in ((32, "1x128"), (128, "128x128")))
+    how = {"bias": None, "activation": None, "hp_dtype": torch.bfloat16}
+    made = gemm_hopper.gemm_quantize(*a.parts, *b.parts, casts=casts(outputs, (1, 32), (1, 32)), **how)
+    if "columns" in outputs:
+        assert (made, launched) == (("steps",), [])
+    else:
+        assert len(launched) == 1
+        assert [part is not None for part in made] == [True, True, False, False, "hp" in outputs]
 
 
 @pytest.mark.parametrize("hp_dtype", OUT, ids=str)
