@@ -78,6 +78,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """``torch.compile`` as in a new process, for this test and for what comes after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The checkout; skips where the suite runs from an installed package."""

@@ -4,6 +4,7 @@ import zlib
 from collections import OrderedDict
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,11 +13,13 @@ from mxfp8 import MXFP8MLP, MXFP8Linear, fused
 from mxfp8.recipe import CastSpec, LinearRecipe
 from mxfp8.rng import RngKey, get_step
 from mxfp8.tensor import MXTensor
-from numerics_tests.composition import STREAMS
+from numerics_tests.composition import ALL_RECIPES, STREAMS
 
 NORMS = ("rmsnorm", "layernorm", None)
 KINDS = {"rmsnorm": "rms", "layernorm": "layer"}
 IN, HIDDEN, OUT = 64, 96, 40
+recipes = pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+norms = pytest.mark.parametrize("norm", NORMS, ids=str)
 
 
 def make(recipe: str | LinearRecipe = "mxfp8_rceil", norm: str | None = "rmsnorm", activation: str = "gelu", **kw: Any):

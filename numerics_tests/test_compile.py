@@ -14,14 +14,8 @@ from numerics_tests.oracles import RULES
 from numerics_tests.test_fused import bits, flat
 from numerics_tests.test_linear import make, run, same
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 recipes = pytest.mark.parametrize("recipe", RECIPES)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(module, **kw):

@@ -3,12 +3,14 @@
 import inspect
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 
 import mxfp8
 from mxfp8 import dispatch
+from numerics_tests.conftest import takes_a_backend
 
 CELLS = [(op, backend) for op in dispatch.OPS for backend in dispatch.BACKENDS]
 
@@ -96,3 +98,11 @@ def test_the_table_prints_from_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-m", "mxfp8.dispatch"], capture_output=True, text=True, check=True)
     for name in (*dispatch.OPS, *dispatch.BACKENDS, "available", "reason"):
         assert name in done.stdout
+
+
+def test_which_tests_count_as_tests_of_a_gpu() -> None:
+    """Those with the name of a backend among their parameters, wherever it stands."""
+    several = ({"plain": "hopper", "shape": (1, 2)}, {"backend": "reference"}, {"recipe": "mxfp8_rceil"}, {"k": 32})
+    found = [takes_a_backend(mock.Mock(callspec=mock.Mock(params=params))) for params in several]
+    assert found == [True, True, False, False]
+    assert not takes_a_backend(mock.Mock(spec=[]))

@@ -11,16 +11,9 @@ from mxfp8.recipe import RECIPES
 from numerics_tests import tolerances
 from numerics_tests.test_linear import make, run, same
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 D = torch.device("cuda")
 recipes = pytest.mark.parametrize("recipe", RECIPES)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def step(module: nn.Module, call, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:

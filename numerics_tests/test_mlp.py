@@ -18,20 +18,18 @@ from numerics_tests import tolerances
 from numerics_tests.composition import ALL_RECIPES
 from numerics_tests.mlp_composition import (
     IN,
-    NORMS,
     OUT,
     Composition,
     data,
     differing,
     make,
+    norms,
+    recipes,
     run,
     sequential,
 )
 from numerics_tests.test_fused import EXACT, exact_activation, gradient_bounds, value_error
 from numerics_tests.test_saved_activations import saved_bytes
-
-recipes = pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
-norms = pytest.mark.parametrize("norm", NORMS, ids=str)
 
 
 @recipes

@@ -22,11 +22,10 @@ from numerics_tests.mlp_composition import (
     data,
     differing,
     make,
+    recipes,
     run,
     sequential,
 )
-
-recipes = pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
 
 
 def test_from_modules_shares_parameters(device: torch.device) -> None:
