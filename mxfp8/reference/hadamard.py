@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+from mxfp8.formats import BlockShape, ElementFormat, Rounding, ScaleRule
 from mxfp8.reference.quantize import quantize
 from mxfp8.reference.random import random_signs
+from mxfp8.rng import RngKey
 
 __all__ = ["HADAMARD_SIZES", "hadamard", "hadamard_quantize"]
 
@@ -42,7 +43,11 @@ def hadamard(x: torch.Tensor, *, axis: int, size: int, seed: int) -> torch.Tenso
 
 
 def hadamard_quantize(
-    x: torch.Tensor, *, axis: int, size: int, signs: int, **cast: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, *, axis: int, size: int, signs: int, fmt: ElementFormat, block: BlockShape,
+    scale_rule: ScaleRule, rounding: Rounding, key: RngKey | None, satfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """:func:`hadamard` with seed ``signs``, then ``mxfp8.reference.quantize`` along the same axis."""
-    return quantize(hadamard(x, axis=axis, size=size, seed=signs), axis=axis, **cast)
+    return quantize(
+        hadamard(x, axis=axis, size=size, seed=signs), axis=axis, fmt=fmt, block=block, scale_rule=scale_rule,
+        rounding=rounding, key=key, satfinite=satfinite,
+    )  # fmt: skip
