@@ -18,6 +18,7 @@ __all__ = [
     "RELEASES",
     "Descriptor",
     "async_copy",
+    "barrier",
     "gl",
     "gluon",
     "hopper",
@@ -34,6 +35,7 @@ gluon: Any
 gl: Any
 hopper: Any
 async_copy: Any
+barrier: Any
 if HAVE_GLUON:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -47,6 +49,7 @@ if HAVE_GLUON:
         copy.__dict__.update(vars(module) | names)
         return copy
 
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # so from 3.7 on
     hopper = _hopper
     if hasattr(_hopper.tma, "async_load"):  # from 3.8 on; 3.9 has no other name for it
         _tma = _hopper.tma
@@ -70,7 +73,7 @@ if HAVE_GLUON:
 else:
     gluon = SimpleNamespace(jit=lambda fn=None, **_: fn if fn is not None else (lambda f: f))
     gl, hopper, async_copy = SimpleNamespace(constexpr=int), SimpleNamespace(), SimpleNamespace()
-    reinterpreted: Any = None
+    barrier = reinterpreted = None
     _TensorDescriptor = object
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import torch
 import triton
 
-from ._gluon import async_copy, gl, gluon
+from ._gluon import async_copy, barrier, gl, gluon
 from .activation_quantize_hopper import inside_only, load_row, load_tile, store_copies, store_rows, store_tile
 from .norm_quantize_triton import inverse_root
 from .quantize_hopper import widen
@@ -102,7 +102,7 @@ def _exchanged(
     gl.store(at + part * (2 * BM), squares)
     if LAYER:
         gl.store(at + part * (2 * BM) + BM, mean)
-    gl.thread_barrier()  # all threads' moments are stored before the count says so
+    barrier()  # all threads' moments are stored before the count says so
     count = gl.atomic_add(count_ptr + strip, 1, sem="acq_rel", scope="gpu") + 1
     while count < PARTS:  # one thread looks for all: each look empties the first-level cache
         count = gl.atomic_add(count_ptr + strip, 0, sem="acquire", scope="gpu")
