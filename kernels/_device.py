@@ -162,14 +162,48 @@ def stochastic(v, random, FMT: tl.constexpr):
 
 
 @triton.jit
+def _philox(seed_lo, seed_hi, step, stream, rows, quads):
+    step, stream = step.to(tl.uint32) + rows * 0, stream.to(tl.uint32) + rows * 0
+    return tl.random.philox_impl(quads, rows, step, stream, seed_lo.to(tl.uint32), seed_hi.to(tl.uint32))
+
+
+@triton.jit
 def random_words(seed_lo, seed_hi, step, stream, rows, cols):
     """32 random bits (uint32) for each global ``(row, column)``: word ``col % 4`` of the Philox4x32-10 counter
-    ``(col // 4, row, step, stream)``. ``rows`` and ``cols`` (uint32) must have the shape of the result."""
-    c0, c1, c2, c3 = cols >> 2, rows, step.to(tl.uint32) + rows * 0, stream.to(tl.uint32) + rows * 0
-    k0, k1 = seed_lo.to(tl.uint32), seed_hi.to(tl.uint32)
-    c0, c1, c2, c3 = tl.random.philox_impl(c0, c1, c2, c3, k0, k1)
+    ``(col // 4, row, step, stream)``, each modulo 2**32. ``rows`` (uint32) and ``cols`` must have the shape of the
+    result."""
+    c0, c1, c2, c3 = _philox(seed_lo, seed_hi, step, stream, rows, (cols >> 2).to(tl.uint32))
     word = cols & 3
     return tl.where(word < 2, tl.where(word == 0, c0, c1), tl.where(word == 2, c2, c3))
+
+
+@triton.jit
+def rounded_by_chance(
+    scaled, step_ptr, seed_lo, seed_hi, step, stream, rows, col, FMT: tl.constexpr, ROUNDING: tl.constexpr,
+    DOWN: tl.constexpr = False,
+):  # fmt: skip
+    """A tile ``[R, C]`` after :func:`stochastic` with the bits of :func:`random_words`. ``rows``: the global ones,
+    ``[R, 1]``; ``col``: that of the first column. ``ROUNDING``: of ``quantize_triton.random_of``, not 0. ``DOWN``: the
+    tile is ``[C, R]``, ``rows`` is ``[1, R]``."""
+    if ROUNDING == 2 or ROUNDING == 4:
+        step = tl.load(step_ptr)
+    C: tl.constexpr = scaled.shape[0 if DOWN else 1]
+    R: tl.constexpr = scaled.shape[1 if DOWN else 0]
+    rows = rows.to(tl.uint32)
+    if ROUNDING > 2:
+        cols = tl.expand_dims(col + tl.arange(0, C), 1 if DOWN else 0)
+        zero = tl.zeros(scaled.shape, tl.uint32)
+        words = random_words(seed_lo, seed_hi, step, stream, rows + zero, cols + zero)
+    else:  # all four words of a counter are used
+        quads = tl.expand_dims((col >> 2) + tl.arange(0, C // 4), 1 if DOWN else 0).to(tl.uint32)
+        quads, rows = quads + rows * 0, rows + quads * 0
+        c0, c1, c2, c3 = _philox(seed_lo, seed_hi, step, stream, rows, quads)
+        words = tl.join(tl.join(c0, c2), tl.join(c1, c3))
+        if DOWN:
+            words = tl.reshape(tl.permute(words, (0, 2, 3, 1)), (C, R))
+        else:
+            words = tl.reshape(words, (R, C))
+    return stochastic(scaled, words, FMT)
 
 
 def compiles_float8(capability: tuple[int, int]) -> bool:

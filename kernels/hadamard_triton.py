@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._device import INTERPRETED, element_codes, encode, random_words, stochastic, to_float32
+from ._device import INTERPRETED, element_codes, encode, random_words, rounded_by_chance, to_float32
 from ._launch import aligned, launch, triton_why_not
 from .quantize_triton import hardware, layout, quantize, random_of, readable, scaled_tile, three, three_dims
 
@@ -132,22 +132,20 @@ def _cast_kernel(
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """As ``_kernel``, and the cast of the tile in blocks of ``NB`` across by ``LB`` along: whole ones, and whole runs.
-    ``DOWN``: whether the axis runs over rows. ``ROUNDING`` as in ``quantize_triton``."""
+    ``DOWN``: whether the axis runs over rows. ``ROUNDING``: of ``random_of``."""
     b, pn, pl = _place(ACROSS, PADDED, BN, BL)
     n = (pn * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
     at = (pl * BL + tl.arange(0, BL)).to(tl.int64)[None, :]
     x = to_float32(tl.load(x_ptr + b * x_b + n * x_n + at * x_l, mask=(n < ACROSS) & (at < ALONG), other=0.0))
     scaled, byte = scaled_tile(rotated(x, signs_lo, signs_hi, SIZE, FACTOR), NB, LB, FMT, RULE, SATFINITE)
     if ROUNDING > 0:
-        if ROUNDING == 2:
-            step = tl.load(step_ptr).to(tl.uint32)
-        zero = tl.zeros(scaled.shape, tl.uint32)
         if DOWN:
-            rows, cols = b * PADDED + at, n
+            rows, col = row_offset + b * PADDED + at, pn * BN
         else:
-            rows, cols = b * ACROSS + n, at
-        rows, cols = (row_offset + rows).to(tl.uint32) + zero, (col_offset + cols).to(tl.uint32) + zero
-        scaled = stochastic(scaled, random_words(seed_lo, seed_hi, step, stream, rows, cols), FMT)
+            rows, col = row_offset + b * ACROSS + n, pl * BL
+        scaled = rounded_by_chance(
+            scaled, step_ptr, seed_lo, seed_hi, step, stream, rows, col_offset + col, FMT, ROUNDING, DOWN
+        )
     codes = encode(scaled, FMT, HARDWARE)
     tl.store(q_ptr + b * q_b + n * q_n + at * q_l, codes, mask=(n < ACROSS) & (at < PADDED))
     n = (pn * (BN // NB) + tl.arange(0, BN // NB)).to(tl.int64)[:, None]
@@ -156,12 +154,14 @@ def _cast_kernel(
     tl.store(s_ptr + b * s_b + n * s_n + at * s_l, byte.to(tl.uint8), mask=inside)
 
 
-def cast_tile(block: tuple[int, int], size: int) -> tuple[int, int, int]:
-    """``(BN, BL, warps)``: whole blocks (across, along) and runs, 4096 elements where they allow, 32 of them a thread,
-    or 16 where a block reaches over rows and columns."""
-    bl = max(block[1], size)
-    bn = max(block[0], 4096 // bl, 32)
-    return bn, bl, bn * bl // (1024 if block[0] == 1 else 512)
+def cast_tile(block: tuple[int, int], size: int, axis: int, noisy: bool) -> tuple[int, int, int]:
+    """``(BN, BL, warps)``: whole blocks (across, along) and runs, of the extent that was fastest on an H200. A thread
+    has 32 elements, or 16 where a block reaches over rows and columns or where random words take the registers."""
+    few = noisy or block[1] >= 128
+    bl = max(block[1], size, 64 if axis == -2 and not few else 128)
+    bn = max(block[0], (2048 if few else 4096) // bl, 16)
+    each = 16 if block[0] > 1 or (noisy and (axis == -2 or max(block[1], size) < 64)) else 32
+    return bn, bl, bn * bl // (32 * each)
 
 
 def hadamard_quantize(
@@ -194,7 +194,7 @@ def hadamard_quantize(
         across, ints = r, (r, c, shape[-1], x_b, x_r, x_c, q_b, q_r, q_c, s_b, s_r, s_c)
     else:
         across, ints = c, (c, r, shape[-2], x_b, x_c, x_r, q_b, q_c, q_r, s_b, s_c, s_r)
-    bn, bl, warps = cast_tile(block, size)
+    bn, bl, warps = cast_tile(block, size, axis, mode > 0)
     constants: dict[str, Any] = {
         "BN": bn, "BL": bl, "NB": block[0], "LB": block[1], "SIZE": size, "FACTOR": 1.0 / math.sqrt(size), "FMT": FMT,
         "RULE": RULE, "SATFINITE": satfinite, "ROUNDING": mode, "DOWN": axis == -2, "HARDWARE": hardware(x.device),

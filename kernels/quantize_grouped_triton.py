@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._device import element_codes, encode, random_words, stochastic, to_float32
+from ._device import element_codes, encode, rounded_by_chance, to_float32
 from ._groups import find_step
 from ._launch import aligned, launch, triton_why_not
 from .hadamard_triton import rotated
@@ -41,7 +41,7 @@ def _kernel(
 ):  # fmt: skip
     """``BM`` padded rows, of one group, by ``BK`` columns: ``q[PADDED, C]`` contiguous along rows, ``s`` along columns.
 
-    ``ROUNDING``: 0 nearest, 1 stochastic, 2 stochastic with the step read from memory. ``HADAMARD``: 0 or a size.
+    ``ROUNDING``: of ``random_of``. ``HADAMARD``: 0 or a size.
     """
     tiles_k = tl.cdiv(C, BK)
     pid = tl.program_id(0)
@@ -58,11 +58,10 @@ def _kernel(
         filled = row0 + tl.cdiv(end - row0, HADAMARD) * HADAMARD
     scaled, byte = scaled_tile(x, RB, CB, FMT, RULE, SATFINITE)
     if ROUNDING > 0:
-        if ROUNDING == 2:
-            step = tl.load(step_ptr).to(tl.uint32)
-        zero = tl.zeros(scaled.shape, tl.uint32)
-        at_rows, at_cols = (row_offset + rows).to(tl.uint32) + zero, (col_offset + cols).to(tl.uint32) + zero
-        scaled = stochastic(scaled, random_words(seed_lo, seed_hi, step, stream, at_rows, at_cols), FMT)
+        scaled = rounded_by_chance(
+            scaled, step_ptr, seed_lo, seed_hi, step, stream, row_offset + rows, col_offset + pid % tiles_k * BK, FMT,
+            ROUNDING,
+        )  # fmt: skip
     codes = tl.where(rows < filled, encode(scaled, FMT, HARDWARE), 0)
     to_rows = (piece * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
     tl.store(q_ptr + cols * PADDED + to_rows, codes, mask=cols < C)

@@ -21,9 +21,8 @@ from ._device import (
     element_codes,
     encode,
     inverse_scale,
-    random_words,
+    rounded_by_chance,
     scale_byte,
-    stochastic,
     to_float32,
 )
 from ._launch import Versions, empty, launch_version, triton_why_not
@@ -77,18 +76,14 @@ def _load(x_ptr, b, rows, cols, R, C, x_b, x_r, x_c, WHOLE: tl.constexpr):
 
 @triton.jit
 def _store_codes(
-    scaled, q_ptr, step_ptr, b, rows, cols, R, C, R_PAD, q_b, q_r, q_c, seed_lo, seed_hi, step, stream, row_offset,
-    col_offset, FMT: tl.constexpr, ROUNDING: tl.constexpr, HARDWARE: tl.constexpr, WHOLE: tl.constexpr,
+    scaled, q_ptr, step_ptr, b, rows, col, cols, R, C, R_PAD, q_b, q_r, q_c, seed_lo, seed_hi, step, stream,
+    row_offset, col_offset, FMT: tl.constexpr, ROUNDING: tl.constexpr, HARDWARE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Round scaled values (float32) at these rows and columns, and store their codes."""
+    """Round scaled values (float32) at these rows and columns (``col``: the first), and store their codes."""
     if ROUNDING > 0:
-        if ROUNDING == 2:
-            step = tl.load(step_ptr).to(tl.uint32)
-        zero = tl.zeros(scaled.shape, tl.uint32)
-        global_rows = (row_offset + b * R + rows).to(tl.uint32) + zero
-        global_cols = (col_offset + cols).to(tl.uint32) + zero
-        random = random_words(seed_lo, seed_hi, step, stream, global_rows, global_cols)
-        scaled = stochastic(scaled, random, FMT)
+        scaled = rounded_by_chance(
+            scaled, step_ptr, seed_lo, seed_hi, step, stream, row_offset + b * R + rows, col_offset + col, FMT, ROUNDING
+        )
     codes = encode(scaled, FMT, HARDWARE)
     where = q_ptr + b * q_b + rows * q_r + cols * q_c
     if WHOLE:
@@ -105,8 +100,8 @@ def _quantize_kernel(
     BM: tl.constexpr, BK: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, FMT: tl.constexpr, RULE: tl.constexpr,
     SATFINITE: tl.constexpr, ROUNDING: tl.constexpr, HARDWARE: tl.constexpr, WHOLE: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """One tile ``[BM, BK]``. ``ROUNDING``: 0 nearest, 1 stochastic, 2 stochastic with the step read from memory.
-    With ``STRIP`` below ``BM`` = ``RB`` it is read twice, that many rows at a time: for maxima, then to be cast."""
+    """One tile ``[BM, BK]``. ``ROUNDING``: of :func:`random_of`. With ``STRIP`` below ``BM`` = ``RB`` it is read twice,
+    that many rows at a time: for maxima, then to be cast."""
     tiles_k = tl.cdiv(C, BK)
     tiles = tl.cdiv(R, BM) * tiles_k
     pid = tl.program_id(0)
@@ -118,8 +113,8 @@ def _quantize_kernel(
         x = _load(x_ptr, b, rows, cols, R, C, x_b, x_r, x_c, WHOLE)
         scaled, byte = scaled_tile(x, RB, CB, FMT, RULE, SATFINITE)
         _store_codes(
-            scaled, q_ptr, step_ptr, b, rows, cols, R, C, R_PAD, q_b, q_r, q_c, seed_lo, seed_hi, step, stream,
-            row_offset, col_offset, FMT, ROUNDING, HARDWARE, WHOLE,
+            scaled, q_ptr, step_ptr, b, rows, pk * BK, cols, R, C, R_PAD, q_b, q_r, q_c, seed_lo, seed_hi, step,
+            stream, row_offset, col_offset, FMT, ROUNDING, HARDWARE, WHOLE,
         )  # fmt: skip
     else:
         largest = tl.zeros((1, BK // CB), tl.int32)
@@ -135,8 +130,8 @@ def _quantize_kernel(
             x = _load(x_ptr, b, rows, cols, R, C, x_b, x_r, x_c, WHOLE)
             scaled = tl.reshape(tl.reshape(x, (STRIP, BK // CB, CB)) * inverse, (STRIP, BK))
             _store_codes(
-                scaled, q_ptr, step_ptr, b, rows, cols, R, C, R_PAD, q_b, q_r, q_c, seed_lo, seed_hi, step, stream,
-                row_offset, col_offset, FMT, ROUNDING, HARDWARE, WHOLE,
+                scaled, q_ptr, step_ptr, b, rows, pk * BK, cols, R, C, R_PAD, q_b, q_r, q_c, seed_lo, seed_hi, step,
+                stream, row_offset, col_offset, FMT, ROUNDING, HARDWARE, WHOLE,
             )  # fmt: skip
     _store_scales(s_ptr, byte, b, pm, pk, R, C, s_b, s_r, s_c, BM, BK, RB, CB)
 
@@ -384,7 +379,9 @@ def tile(rb: int, cb: int, r: int, c: int) -> tuple[int, int, int]:
 
 
 def random_of(key: Any, x: torch.Tensor) -> tuple[int, torch.Tensor, tuple[int, int, int, int, int, int]]:
-    """``(ROUNDING, where the step lies, (seed low, high, step, stream, row and column offset))`` of a key or None."""
+    """``(ROUNDING, where the step lies, (seed low, high, step, stream, row and column offset))`` of a key or None.
+    ``ROUNDING``: 0 nearest, 1 stochastic, 2 with the step read from memory, 3 and 4 the same where the column offset is
+    not a multiple of four."""
     if key is None:
         return 0, x, (0, 0, 0, 0, 0, 0)
     step, mode, at = key.step, 1, x
@@ -394,4 +391,4 @@ def random_of(key: Any, x: torch.Tensor) -> tuple[int, torch.Tensor, tuple[int, 
         else:
             step = int(step)
     words = (key.seed & 0xFFFFFFFF, key.seed >> 32, step & 0xFFFFFFFF, key.stream, key.row_offset, key.col_offset)
-    return mode, at, words
+    return mode if key.col_offset % 4 == 0 else mode + 2, at, words

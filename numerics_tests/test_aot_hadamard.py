@@ -39,7 +39,7 @@ def test_machine_code(axis: int, size: int, capability: int, tmp_path: Path) -> 
 def test_machine_code_before_a_cast(block, size: int, axis: int, noisy: bool, capability: int, tmp_path: Path) -> None:
     if noisy and block == (128, 128):
         pytest.skip("goes in two passes")
-    bn, bl, warps = hadamard_triton.cast_tile(block, size)
+    bn, bl, warps = hadamard_triton.cast_tile(block, size, axis, noisy)
     ones = {"x_l": 1, "q_l": 1, "s_n": 1} if axis == -1 else {"x_n": 1, "q_l": 1, "s_n": 1}
     constants = {
         "BN": bn, "BL": bl, "NB": block[0], "LB": block[1], "SIZE": size, "FACTOR": size**-0.5, "FMT": 0, "RULE": 0,

@@ -4,6 +4,8 @@ On a GPU the compiled kernels run. On a CPU the portable ones run where Triton's
 ``test_interpreter.py`` arranges in a process of its own.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -139,14 +141,31 @@ def test_every_format_rule_and_rounding(
 
 @pytest.mark.parametrize("layout", ["tails", "batch", "transposed"])
 @pytest.mark.parametrize("block", [(128, 128), (1, 128), (1, 256)], ids=str)
-def test_stochastic_rounding_of_tall_blocks(kernels: tuple[str, torch.device], block: BlockShape, layout: str) -> None:
+@pytest.mark.parametrize("col_offset", [5, 8])
+def test_stochastic_rounding_of_tall_blocks(
+    kernels: tuple[str, torch.device], block: BlockShape, layout: str, col_offset: int
+) -> None:
     """Blocks of 128 or 256 rows, which are read twice, a strip at a time."""
     backend, device = kernels
     x = LAYOUTS[layout](torch.bfloat16, device)
     kw = {"fmt": get_format("e4m3"), "block": block, "scale_rule": get_scale_rule("rceil"), "satfinite": False,
-          "rounding": get_rounding("stochastic"), "key": KEY}  # fmt: skip
+          "rounding": get_rounding("stochastic"), "key": replace(KEY, col_offset=col_offset)}  # fmt: skip
     for axis in (-1, -2):
         assert same(run(backend, "quantize", x, axis=axis, **kw), reference(x, axis=axis, **kw)) == [], axis  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("col_offset", [0, 2, 4, 2**32 - 8, 2**32 - 6])
+def test_random_bits_at_every_offset(kernels: tuple[str, torch.device], col_offset: int, in_memory: bool) -> None:
+    """Four columns share a counter, wherever a tile starts, and positions wrap at 2**32."""
+    backend, device = kernels
+    x = LAYOUTS["tails"](torch.float32, device)
+    step = torch.tensor(9, device=device) if in_memory else 9
+    key = RngKey(seed=6, step=step, stream=1, row_offset=2**32 - 3, col_offset=col_offset)
+    for axis in (-1, -2):
+        kw = {"fmt": get_format("e5m2"), "block": (1, 32), "scale_rule": get_scale_rule("floor"), "satfinite": False,
+              "rounding": get_rounding("stochastic"), "key": key, "axis": axis}  # fmt: skip
+        assert same(run(backend, "quantize", x, **kw), reference(x, **kw)) == [], axis  # type: ignore[arg-type]
 
 
 def test_every_bfloat16_maximum(kernels: tuple[str, torch.device]) -> None:
