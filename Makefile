@@ -32,7 +32,7 @@ endif
 PIP_INSTALL = $(PY) -m pip install -q $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest bench clean
+.PHONY: help demo test lint types pytest bench releases clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -56,6 +56,16 @@ pytest: $(STAMPS)/.test  ## every test; PYTEST_ARGS="-k name" narrows
 bench: $(STAMPS)/.test  ## the CPU benchmarks, printed and not saved
 	$(PY) -m bench.quantize --device cpu
 	$(PY) -m bench.linear --device cpu
+
+# The releases that kernels/_gluon.py names, beside the one in constraints/; a folder that does not install is an error.
+RELEASES ?= 3.7.1 3.8.0 3.9.0
+releases: $(STAMPS)/.test  ## compile every kernel with other Triton releases, each in a folder of build/
+	@set -e; for v in $(RELEASES); do \
+	  test -d build/triton-$$v || $(PIP_INSTALL) --no-deps --target build/triton-$$v triton==$$v; \
+	  echo "triton $$v"; \
+	  PYTHONPATH=build/triton-$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(or $(WORKERS),2) -p no:cacheprovider \
+	    numerics_tests/test_aot*.py numerics_tests/test_gemm_parts.py numerics_tests/test_triton_releases.py; \
+	done
 
 clean:  ## remove the environment and what tools left
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
