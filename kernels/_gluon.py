@@ -40,7 +40,7 @@ if HAVE_GLUON:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper as _hopper
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy as _async_copy
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _TensorDescriptor
 
     def _with(module: ModuleType, **names: Any) -> ModuleType:
@@ -50,8 +50,11 @@ if HAVE_GLUON:
         return copy
 
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # so from 3.7 on
+    async_copy = _async_copy
+    if hasattr(_async_copy, "async_load"):  # from 3.8 on; 3.9 has no other name for it, here and below
+        async_copy = _with(_async_copy, async_copy_global_to_shared=_async_copy.async_load)
     hopper = _hopper
-    if hasattr(_hopper.tma, "async_load"):  # from 3.8 on; 3.9 has no other name for it
+    if hasattr(_hopper.tma, "async_load"):
         _tma = _hopper.tma
         _copies = {
             "async_copy_global_to_shared": _tma.async_load,
