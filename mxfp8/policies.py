@@ -40,9 +40,9 @@ def pays_from(recipe: str | LinearRecipe, gpu: str) -> int | None:
     """The smallest D for which a D x D layer in ``recipe`` was timed no slower than in BF16 on ``gpu`` (65,536 rows,
     forward and backward, every cast counted), None if at no D.
 
-    On an H200, in units of BF16's speed: blocks of 128 or 256 along K in all three GEMMs run on FP8 tensor cores, 1.11
-    at D = 1024, 1.39 at 2048, 1.67 at 4096, 0.81 at 512; all other blocks run on BF16 ones, 0.62, 0.78
-    and 0.87.
+    On an H200, in units of BF16's speed: blocks of 128 or 256 along K in all three GEMMs run on FP8 tensor cores, 1.12
+    at D = 1024, 1.40 at 2048, 1.67 at 4096, 0.83 at 512; all other blocks run on BF16 ones, 0.64, 0.77
+    and 0.86.
 
     Raises:
         ValueError: a GPU that was not timed (:data:`GPUS` are), an unknown recipe.
