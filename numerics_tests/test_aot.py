@@ -276,6 +276,7 @@ def quantize_versions() -> Iterator[tuple[str, Make]]:
     stochastic = [((1, 32), -1), ((1, 32), -2), ((1, 128), -1), ((1, 256), -2), ((32, 32), -1), ((128, 128), -1)]
     for (r, c), axis in (*stochastic, ((128, 128), -2)):
         yield f"quantize_triton {r}x{c} axis {axis} stochastic", partial(cast, axis, (r, c), 2)
+        yield f"quantize_triton {r}x{c} axis {axis} stochastic within fours", partial(cast, axis, (r, c), 4)
     for pair in QUANTIZE_PAIRS:
         yield f"quantize_triton both {pair}", partial(cast_both, pair)
 
