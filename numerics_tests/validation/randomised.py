@@ -8,7 +8,7 @@ import torch
 
 from mxfp8.rng import RngKey
 from numerics_tests import tolerances
-from numerics_tests.oracles import ELEMENTS
+from numerics_tests.oracles import ELEMENTS, random_word, round_stochastic
 from numerics_tests.validation.case import Case, Property
 from numerics_tests.validation.implementation import Implementation
 from numerics_tests.validation.own import Backend
@@ -38,6 +38,24 @@ def unbiased(implementation: Implementation) -> Iterator[Case]:
             bound = tolerances.stochastic_mean_error(distance, above - below, n * 31)
             if not abs(mean - value) <= bound:
                 yield Case(said=f"mean {mean:.9g}, more than {bound:.3g} away", values=(top, value), fmt=fmt)
+
+
+def defined(implementation: Implementation) -> Iterator[Case]:
+    """Elements are rounded by the words of the definition (docs/numerics.md), wherever a tensor lies in a larger one:
+    by rows and columns that turn negative as an int32, and past 2**32, where a position has more than 32 bits."""
+    backend, x = _backend(implementation), _data(3, 32).clamp(-3, 3)
+    for fmt in implementation.capabilities.formats:
+        x[:, 0] = ELEMENTS[fmt].max  # keeps the scale at 1
+        for row, col in ((0, 0), (2**31 - 2, 2**31 - 4), (2**32 - 1, 2**32 - 8), (5, 2**32 - 6)):
+            key = RngKey(seed=2**63 + 9, step=2**31 + 1, stream=7, row_offset=row, col_offset=col)
+            codes = backend.stochastic(x, fmt, key)[1].cpu()
+            for r, c in ((r, c) for r in range(3) for c in range(32)):
+                word = random_word(key.seed, 2**31 + 1, key.stream, row + r, col + c)
+                want, got, value = round_stochastic(float(x[r, c]), word, fmt), int(codes[r, c]), float(x[r, c])
+                if got != want:
+                    yield Case(
+                        said=f"{got:#04x}, not {want:#04x}", values=(value,), fmt=fmt, note=f"at ({row + r}, {col + c})"
+                    )
 
 
 def reproducible(implementation: Implementation) -> Iterator[Case]:
@@ -80,6 +98,7 @@ RANDOMISED: tuple[Property, ...] = tuple(
     Property(name=name, statement=words, needs=(need,), directed=directed)
     for name, words, need, directed in (
         ("stochastic_unbiased", "the mean of stochastic roundings is the value", "stochastic", unbiased),
+        ("stochastic_defined", "random bits are those of the definition, at any position", "stochastic", defined),
         ("stochastic_reproducible", "bits are a function of seed, step and stream", "stochastic", reproducible),
         ("stochastic_shards", "shards have the bits of the whole", "stochastic", shards),
         ("hadamard_orthogonal", "the Hadamard transform is orthogonal", "hadamard", orthogonal),
