@@ -370,8 +370,9 @@ def three(strides: tuple[int, ...]) -> tuple[int, int, int]:
 def tile(rb: int, cb: int, r: int, c: int) -> tuple[int, int, int]:
     """``(BM, BK, warps)`` for blocks of ``rb`` by ``cb`` in a tensor of ``r`` by ``c``: whole blocks, a multiple of 16
     rows, 4096 elements for rows of blocks and 64x64 otherwise."""
-    if INTERPRETED:  # a program costs more than its elements
-        return max(rb, 2048 if r > 2048 else 64), max(cb, 2048 if c > 2048 else 128), 4
+    if INTERPRETED:  # a program costs more than its elements, of which a tile may have 2**20
+        bm = max(rb, 2048 if r > 2048 else 64)
+        return bm, max(cb, 2048 if c > 2048 >= 8 * bm else 128), 4
     if rb == 1:
         return max(16, 4096 // max(cb, 128)), max(cb, 128), 4
     bm, bk = max(rb, 64), max(cb, 64)

@@ -168,6 +168,16 @@ def test_random_bits_at_every_offset(kernels: tuple[str, torch.device], col_offs
         assert same(run(backend, "quantize", x, **kw), reference(x, **kw)) == [], axis  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("block", [(1, 32), (128, 128)], ids=str)
+def test_long_and_wide(kernels: tuple[str, torch.device], block: BlockShape) -> None:
+    backend, device = kernels
+    x = torch.randn(2050, 2064, device=device)
+    for axis in (-1, -2):
+        kw = {"fmt": get_format("e4m3"), "block": block, "scale_rule": get_scale_rule("rceil"), "satfinite": False,
+              "rounding": get_rounding("nearest"), "key": None, "axis": axis}  # fmt: skip
+        assert same(run(backend, "quantize", x, **kw), reference(x, **kw)) == [], axis  # type: ignore[arg-type]
+
+
 def test_every_bfloat16_maximum(kernels: tuple[str, torch.device]) -> None:
     """All 2**16 patterns, each the maximum of a block of its own, under every rule and along both axes."""
     backend, device = kernels
