@@ -15,7 +15,7 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from ._gemm_exact import Operand
-from ._groups import group_bounds
+from ._groups import group_bounds, lanes
 from ._launch import aligned, launch
 from .dequantize_triton import dequantize
 
@@ -75,7 +75,7 @@ def _ends(offs: torch.Tensor, M: int) -> torch.Tensor:
     G = len(offs)
     ends = torch.empty(G, dtype=torch.int32, device=offs.device)
     offs = offs.contiguous()
-    constants: dict[str, Any] = {"GROUPS": triton.next_power_of_2(G + 1)}
+    constants: dict[str, Any] = {"GROUPS": lanes(G + 1)}
     key = (*constants.values(), M, G, offs.dtype, aligned(offs))
     launch(_ends_kernel, key, (1, 1, 1), (offs, ends, M, G), constants, offs.device, num_warps=1)
     return ends

@@ -17,7 +17,7 @@ import triton.language as tl
 from . import _grouped_exact, grouped_gemm_triton
 from ._gemm_exact import Block
 from ._gemm_hopper_epilogue import Epilogue
-from ._groups import check_offsets, find_group
+from ._groups import check_offsets, find_group, lanes
 from ._launch import launch
 from .gemm_hopper import Plan, make_plan, run, small, tma_ready, tma_stores, why_not
 
@@ -96,7 +96,7 @@ def _table(offs: torch.Tensor, M: int, G: int, height: int) -> torch.Tensor:
     tiles = M // height + G + 1
     table = torch.empty((tiles, 3), dtype=torch.int32, device=offs.device)
     offs = offs.contiguous()
-    constants = {"BM": height, "GROUPS": triton.next_power_of_2(G + 1)}
+    constants = {"BM": height, "GROUPS": lanes(G + 1)}
     key = (*constants.values(), M, G, offs.dtype, offs.data_ptr() % 16)
     launch(_table_kernel, key, (tiles, 1, 1), (offs, table, M, G), constants, offs.device, num_warps=1)
     return table
@@ -173,7 +173,7 @@ def _divided_table(starts: torch.Tensor, N: int, P: int, G: int, height: int, st
     and of the rows that are summed over the first slot of 128 and the one after the last."""
     tiles = -(-N // height)
     table = torch.empty((G * tiles, 5), dtype=torch.int32, device=starts.device)
-    constants = {"BM": height, "STEP": step, "GROUPS": triton.next_power_of_2(G), "RANKED": G <= _RANKED}
+    constants = {"BM": height, "STEP": step, "GROUPS": lanes(G), "RANKED": G <= _RANKED}
     key = (*constants.values(), N, P, G, starts.data_ptr() % 16)
     args = (starts, table, N, P, G)
     launch(_divided_table_kernel, key, (tiles, G, 1), args, constants, starts.device, num_warps=4)

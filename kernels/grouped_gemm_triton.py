@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ._device import INTERPRETED
-from ._groups import check_offsets, find_group
+from ._groups import check_offsets, find_group, lanes
 from ._launch import aligned, launch, triton_why_not
 from .dequantize_triton import narrow
 from .gemm_triton import Block, Side, constants_of, dot, operand, product, side, tile
@@ -88,7 +88,7 @@ def grouped_gemm(
     left, right = side("a", a, a_scale, a_block), side("b", b, b_scale, b_block)
     bm, bn, warps = tile(M, N, left, right)
     constants = {"BM": bm, "BN": bn, **constants_of(left, right, K, out_dtype, a.device)}
-    constants["GROUPS"] = triton.next_power_of_2(G + 1)
+    constants["GROUPS"] = lanes(G + 1)
     args = (
         left.data, left.scale, right.data, right.scale, offs.contiguous(), out, M, N, K, G,
         *left.data_strides[1:], *left.scale_strides[1:], *right.data_strides, *right.scale_strides,

@@ -7,7 +7,8 @@ tensors whose rows are not 16-byte aligned go to :mod:`quantize_grouped_triton`.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,8 +17,8 @@ import triton.language as tl
 from . import quantize_grouped_triton
 from ._device import element_codes, scale_byte
 from ._gluon import gl, gluon, hopper_why_not
-from ._groups import find_step
-from ._launch import aligned, launch
+from ._groups import find_step, lanes
+from ._launch import Versions, launch, launch_version
 from .quantize_hopper import (
     block_amax,
     codes_of,
@@ -101,43 +102,58 @@ def quantize_grouped(
     """``(qdata, scale bytes as uint8, starts)``: the bits of ``mxfp8.reference.quantize_grouped``; as
     :func:`quantize_grouped_triton.quantize_grouped`."""
     x = readable(x)
-    plain = rounding != "stochastic" and hadamard is None
-    if not plain or not _addressable(x, len(offs), block):
+    plan, G = None, len(offs)
+    if rounding != "stochastic" and hadamard is None and x.data_ptr() % 16 == 0:
+        plan = _plan(x.shape, x.stride(), x.itemsize, G, block, *element_codes(fmt, scale_rule), satfinite)
+    if plan is None:
         return quantize_grouped_triton.quantize_grouped(
             x, offs, fmt=fmt, block=block, scale_rule=scale_rule, rounding=rounding, key=key, satfinite=satfinite,
             hadamard=hadamard, hadamard_seed=hadamard_seed,
         )  # fmt: skip
-    (M, C), G, step = x.shape, len(offs), block[1]
-    out = quantize_grouped_triton.allocate(x, G, block, step)
-    padded, pieces, across = out.qdata.shape[0], out.qdata.shape[0] // step, out.scale.shape[1]
-    table = torch.empty((pieces, 2), dtype=torch.int32, device=x.device)
+    out = quantize_grouped_triton.allocate(x, G, block, block[1])
+    table = torch.empty((plan.pieces, 2), dtype=torch.int32, device=x.device)
     offs = offs.contiguous()
-    constants = {"STEP": step, "GROUPS": triton.next_power_of_2(G + 1)}
-    key = (*constants.values(), M, G, offs.dtype, offs.data_ptr() % 16)
-    launch(
-        _pieces_kernel, key, (pieces, 1, 1), (offs, table, out.starts, M, G), constants, x.device, num_warps=1
+    constants = {"STEP": block[1], "GROUPS": lanes(G + 1)}
+    args = (offs, table, out.starts, x.shape[0], G)
+    key = (*constants.values(), *args[3:], offs.dtype, offs.data_ptr() % 16)
+    launch(_pieces_kernel, key, (plan.pieces, 1, 1), args, constants, x.device, num_warps=1)
+    launch_version(
+        _kernel, plan.versions, x.dtype, plan.grid, (x, table, out.qdata, out.scale, *plan.ints), plan.constants,
+        x.device, **plan.options,
     )  # fmt: skip
-    FMT, RULE = element_codes(fmt, scale_rule)
-    bm, bk, options = tile((step, block[0]), (step, block[0]), False, C)
-    grid = tiled_grid(1, -(-padded // bm), -(-C // bk), 2**14)
-    assert grid is not None
-    warps = options["num_warps"]
-    cast = {
-        "BM": bm, "BK": bk, "STEP": step, "CB": block[0], "FMT": FMT, "RULE": RULE, "SATFINITE": satfinite,
-        "WHOLE": padded % bm == 0 and C % bk == 0, "LA": row_layout(bk, x.itemsize, warps),
-        "LB": column_layout(bm, bk, warps),
-    }  # fmt: skip
-    ints = (padded, C, x.stride(0), pieces, across)
-    key = (block, FMT, RULE, satfinite, ints, x.dtype, aligned(x))
-    launch(_kernel, key, grid, (x, table, out.qdata, out.scale, *ints), cast, x.device, **options)
     return out.qdata.view(fmt.dtype), out.scale, out.starts
 
 
-def _addressable(x: torch.Tensor, groups: int, block: tuple[int, int]) -> bool:
-    """Whether rows can be read 16 bytes at a time (Triton knows of divisibility by 16 alone), offsets inside a tile fit
-    32 bits, and there are not too many tiles."""
-    rows = quantize_grouped_triton.padded_rows(x.shape[0], groups, block[1])
-    pitch, step = x.stride()
-    if 0 in x.shape or step != 1 or pitch % 16 or x.shape[1] % 16 or x.data_ptr() % 16:
-        return False
-    return rows < 2**22 and x.shape[1] < 2**22
+class _Plan(NamedTuple):
+    """Of a cast: everything but the tensors."""
+
+    pieces: int
+    grid: tuple[int, int, int]
+    ints: tuple[int, ...]
+    constants: dict[str, Any]
+    options: dict[str, int]
+    versions: Versions
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, int], strides: tuple[int, int], itemsize: int, groups: int, block: tuple[int, int], FMT: int,
+    RULE: int, satfinite: bool,
+) -> _Plan | None:  # fmt: skip
+    """None where rows cannot be read 16 bytes at a time (Triton knows of divisibility by 16 alone), or offsets inside a
+    tile need 64 bits, or there are too many tiles."""
+    (M, C), (pitch, stride), (across, step) = shape, strides, block
+    padded = quantize_grouped_triton.padded_rows(M, groups, step)
+    if 0 in shape or stride != 1 or pitch % 16 or C % 16 or max(padded, C) >= 2**22:
+        return None
+    bm, bk, options = tile((step, across), (step, across), False, C)
+    grid = tiled_grid(1, -(-padded // bm), -(-C // bk), 2**14)
+    assert grid is not None
+    warps = options["num_warps"]
+    constants = {
+        "BM": bm, "BK": bk, "STEP": step, "CB": across, "FMT": FMT, "RULE": RULE, "SATFINITE": satfinite,
+        "WHOLE": padded % bm == 0 and C % bk == 0, "LA": row_layout(bk, itemsize, warps),
+        "LB": column_layout(bm, bk, warps),
+    }  # fmt: skip
+    pieces = padded // step
+    return _Plan(pieces, grid, (padded, C, pitch, pieces, -(-C // across)), constants, options, {})

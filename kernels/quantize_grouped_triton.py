@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ._device import element_codes, encode, rounded_by_chance, to_float32
-from ._groups import find_step
+from ._groups import find_step, lanes
 from ._launch import aligned, launch, triton_why_not
 from .hadamard_triton import rotated
 from .quantize_triton import hardware, random_of, readable, scaled_tile
@@ -124,7 +124,7 @@ def quantize_grouped(
     constants = {
         "BM": step, "BK": bk, "RB": block[1], "CB": block[0], "FMT": FMT, "RULE": RULE, "SATFINITE": satfinite,
         "ROUNDING": mode, "HADAMARD": hadamard or 0, "FACTOR": 1.0 / math.sqrt(hadamard or 1),
-        "HARDWARE": hardware(x.device), "GROUPS": triton.next_power_of_2(G + 1),
+        "HARDWARE": hardware(x.device), "GROUPS": lanes(G + 1),
     }  # fmt: skip
     padded, offs = out.qdata.shape[0], offs.contiguous()
     ints = (M, C, G, padded, *x.stride())
