@@ -156,11 +156,12 @@ def _cast_kernel(
 
 def cast_tile(block: tuple[int, int], size: int, axis: int, noisy: bool) -> tuple[int, int, int]:
     """``(BN, BL, warps)``: whole blocks (across, along) and runs, of the extent that was fastest on an H200. A thread
-    has 32 elements, or 16 where a block reaches over rows and columns or where random words take the registers."""
-    few = noisy or block[1] >= 128
+    has 32 elements, or 16 where a block reaches over rows and columns or random words take the registers that a long
+    block along columns needs."""
+    few = size < 128 if noisy and axis == -1 else block[1] >= 128
     bl = max(block[1], size, 64 if axis == -2 and not few else 128)
     bn = max(block[0], (2048 if few else 4096) // bl, 16)
-    each = 16 if block[0] > 1 or (noisy and (axis == -2 or max(block[1], size) < 64)) else 32
+    each = 16 if block[0] > 1 or (noisy and axis == -2 and few) else 32
     return bn, bl, bn * bl // (32 * each)
 
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mxfp8 import dispatch, observe, ops
+from mxfp8.dispatch import replays
 from mxfp8.formats import (
     BlockShape,
     ElementFormat,
@@ -30,7 +30,16 @@ from mxfp8.formats import (
     get_rounding,
     get_scale_rule,
 )
-from mxfp8.linear import Operand, Plan, layer_plan, pack_weights, prepare, restore, unpack_weights
+from mxfp8.linear import (
+    Operand,
+    Plan,
+    differentiable_once,
+    layer_plan,
+    pack_weights,
+    prepare,
+    restore,
+    unpack_weights,
+)
 from mxfp8.recipe import LinearRecipe, get_recipe
 from mxfp8.reference.hadamard import HADAMARD_SIZES
 from mxfp8.rng import RngKey
@@ -171,48 +180,80 @@ def _columns(x: MXGroups | torch.Tensor, offs: torch.Tensor | None) -> tuple[Any
 
 
 class _GroupedFunction(torch.autograd.Function):
-    """``y[s:e] = x[s:e] @ weight[g].T``. Blocks along M start anew with every group."""
+    """``y[s:e] = x[s:e] @ weight[g].T``. Blocks along M start anew with every group.
+
+    On a GPU each pass is replayed as a whole once it has been seen twice, as a linear layer's; groups may differ.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, plan: Plan, *weights: torch.Tensor
     ) -> torch.Tensor:
         w_fprop, w_dgrad = unpack_weights(plan, weight, weights)
-        y = _grouped(plan, "fprop", plan.cast(x, "fprop", "input", axis=-1), w_fprop, offs, x.dtype)
-        saved: list[torch.Tensor] = []
-        if plan.needs_dgrad:
-            saved += [w_dgrad.qdata, w_dgrad.scale_bytes] if isinstance(w_dgrad, MXTensor) else [w_dgrad]
-        if plan.needs_wgrad and plan.recipe.saves_mx_activations:
-            groups = _cast(plan, x, offs, "input")
-            assert isinstance(groups, MXGroups)
-            saved += [groups.starts, groups.q.qdata, groups.q.scale_bytes]
+        read = (x, offs, *_parts(w_fprop))
+        known = plan.key("grouped forward", read)
+        made = replays.again(known, *read)
+        if made is None:
+            made = replays.run(known, lambda: _forward(plan, x, w_fprop, offs), read)
+        y, *x_wgrad = made
+        saved: list[torch.Tensor] = [*_parts(w_dgrad)] if plan.needs_dgrad else []
+        if x_wgrad[0] is not None:
+            saved += x_wgrad
         elif plan.needs_wgrad:
             saved += [x]
         ctx.save_for_backward(offs, *saved)
-        ctx.plan, ctx.x_dtype, ctx.w_dtype = plan, x.dtype, weight.dtype
-        return y
+        ctx.plan, ctx.dtypes = plan, (x.dtype, weight.dtype)
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
-        recipe = plan.recipe
-        offs, *saved = ctx.saved_tensors
-        dx = dw = None
-        if plan.needs_dgrad:
-            w_dgrad = restore(saved, recipe.dgrad.rhs, -2)
-            dx = _grouped(plan, "dgrad", plan.cast(dy, "dgrad", "grad_output", -1), w_dgrad.mT, offs, ctx.x_dtype)
-        if plan.needs_wgrad:
-            x_wgrad: MXGroups | torch.Tensor
-            if recipe.saves_mx_activations:
-                starts = saved.pop(0)
-                q = restore(saved, recipe.wgrad.rhs, -2)
-                assert isinstance(q, MXTensor)
-                x_wgrad = MXGroups(q, starts)
-            else:
-                x_wgrad = _cast(plan, saved[0], offs, "input")
-            dw = _wgrad(plan, _cast(plan, dy, offs, "grad_output"), x_wgrad, offs, ctx.w_dtype)
-        return dx, dw, *(None for _ in ctx.needs_input_grad[2:])
+        read = (dy, *ctx.saved_tensors)
+        known = plan.key("grouped backward", read, *ctx.dtypes)
+        made = replays.again(known, *read)
+        if made is None:
+            made = replays.run(known, lambda: _backward(plan, *read, dtypes=ctx.dtypes), read)
+        return *made, *(None for _ in ctx.needs_input_grad[2:])
+
+
+def _forward(
+    plan: Plan, x: torch.Tensor, weight: Operand, offs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """``y``, then the input as wgrad will multiply it (starts, elements, scales) if it is kept so."""
+    y = _grouped(plan, "fprop", plan.cast(x, "fprop", "input", axis=-1), weight, offs, x.dtype)
+    if not (plan.needs_wgrad and plan.recipe.saves_mx_activations):
+        return y, None, None, None
+    groups = _cast(plan, x, offs, "input")
+    assert isinstance(groups, MXGroups)
+    return y, groups.starts, groups.q.qdata, groups.q.scale_bytes
+
+
+def _backward(
+    plan: Plan, dy: torch.Tensor, offs: torch.Tensor, *kept: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of ``x`` and of the weight, each None if it is not needed."""
+    recipe, saved = plan.recipe, list(kept)
+    dx = dw = None
+    if plan.needs_dgrad:
+        w_dgrad = restore(saved, recipe.dgrad.rhs, -2)
+        dx = _grouped(plan, "dgrad", plan.cast(dy, "dgrad", "grad_output", -1), w_dgrad.mT, offs, dtypes[0])
+    if plan.needs_wgrad:
+        x_wgrad: MXGroups | torch.Tensor
+        if recipe.saves_mx_activations:
+            starts = saved.pop(0)
+            q = restore(saved, recipe.wgrad.rhs, -2)
+            assert isinstance(q, MXTensor)
+            x_wgrad = MXGroups(q, starts)
+        else:
+            x_wgrad = _cast(plan, saved[0], offs, "input")
+        dw = _wgrad(plan, _cast(plan, dy, offs, "grad_output"), x_wgrad, offs, dtypes[1])
+    return dx, dw
+
+
+def _parts(x: Operand) -> tuple[torch.Tensor, ...]:
+    """What :func:`mxfp8.linear.restore` takes."""
+    return (x.qdata, x.scale_bytes) if isinstance(x, MXTensor) else (x,)
 
 
 # On a layer's offsets, which its forward has checked: nothing here checks them again.

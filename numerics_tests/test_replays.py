@@ -4,7 +4,6 @@ Kernels are played by functions of addresses, so that what is recorded and repea
 """
 
 import ctypes
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -12,14 +11,14 @@ import pytest
 import torch
 
 import mxfp8
-from mxfp8 import MXFP8Linear, dispatch, observe
 from mxfp8.dispatch import replays
-from numerics_tests.test_linear import make, same
 
 pytest.importorskip("triton", reason="tests of Triton kernels")
-from mxfp8.kernels import _launch, _replay
+from mxfp8.kernels import _launch
 from mxfp8.kernels._device import INTERPRETED
 from triton import knobs
+
+from numerics_tests.recording import forgotten, outside, recorded
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted process launches nothing")
 
@@ -45,7 +44,7 @@ class Kernel:
             target.copy_(source + ADD)
             return self
 
-        return lambda *args, num_warps, **constants: _outside(lambda: first(*args, **constants))
+        return lambda *args, num_warps, **constants: outside(lambda: first(*args, **constants))
 
     def launch(self, x, y, z, stream, function, coop, pdl, scratch, profile, meta, a, b, c, source, target, size, ADD):  # type: ignore[no-untyped-def]
         assert (x, y, z, stream, function, meta, size) == (2, 1, 1, "stream", "function", "metadata", N)
@@ -56,24 +55,10 @@ class Kernel:
             at.value = (ctypes.c_uint8.from_address(source + i).value + ADD) % 256
 
 
-def _outside(f: Callable[[], Kernel]) -> Kernel:
-    """A kernel's own work, which dispatch modes do not see."""
-    with torch.utils._python_dispatch._disable_current_modes():
-        return f()
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """The CPU as a device on which calls are recorded."""
-    monkeypatch.setattr(replays, "_RECORDED", ("cpu",))
-    monkeypatch.setattr(replays, "_seen", {})
-    monkeypatch.setattr(replays, "_replays", {})
-    monkeypatch.setattr(_launch, "_DIRECT", True)
-    monkeypatch.setattr(_launch, "allocate", torch._C._dynamo.guards._empty_strided_cpu)
     played = Kernel()
-    for module in (_launch, _replay):
-        monkeypatch.setattr(module, "_get_device", lambda: played.device)
-        monkeypatch.setattr(module, "_get_stream", lambda index: "stream")
+    recorded(monkeypatch, lambda: played.device)
     return played
 
 
@@ -251,222 +236,13 @@ def test_arguments_are_checked_as_before(block: object) -> None:
         mxfp8.quantize(x, axis=-1.0)
 
 
-# Whole layers
-
-
-class Played:
-    """A kernel that finds its tensors by their addresses: ``body`` of them all; a form is size, stride and dtype."""
-
-    direct = 0
-
-    def __init__(self, forms: list[tuple[torch.Size, tuple[int, ...], torch.dtype]], body: Callable[..., None]) -> None:
-        self.run = SimpleNamespace(
-            launch=self.launch, global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False,
-            launch_pdl=False,
-        )  # fmt: skip
-        self.function, self.packed_metadata = "function", "metadata"
-        self.forms, self.body = forms, body
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., "Played"]:
-        def first(*tensors: torch.Tensor) -> "Played":
-            for hook in knobs.runtime.launch_enter_hook.calls:
-                hook(None)
-            self.body(*tensors)
-            return self
-
-        return lambda *tensors, num_warps: _outside(lambda: first(*tensors))
-
-    def launch(self, x, y, z, stream, function, coop, pdl, scratch, profile, meta, a, b, c, *addresses):  # type: ignore[no-untyped-def]
-        Played.direct += 1
-        tensors = []
-        for address, (size, stride, dtype) in zip(addresses, self.forms, strict=True):
-            last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-            memory = (ctypes.c_uint8 * ((last + 1) * dtype.itemsize)).from_address(address)
-            tensors.append(torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(size, stride))
-        self.body(*tensors)
-
-
-def played(op: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """``op(*tensors)`` as a kernel would do it: what it makes is allocated, then written by a launch."""
-    results = _outside(lambda: op(*tensors))
-    made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in results]
-
-    def body(*places: torch.Tensor) -> None:
-        for place, result in zip(places[len(tensors) :], op(*places[: len(tensors)]), strict=True):
-            place.copy_(result)
-
-    forms = [(t.shape, t.stride(), t.dtype) for t in (*tensors, *made)]
-    _launch.launch_version(
-        Played(forms, body), {}, "key", (1, 1, 1), (*tensors, *made), {}, tensors[0].device, num_warps=1
-    )
-    return made
-
-
-@pytest.fixture
-def layers(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Casts and products of the reference as kernels that can be recorded."""
-    table = dispatch._functions
-    plain = {op: table[op, "reference"] for op in ("quantize", "quantize_both", "gemm")}
-
-    def gemm(a, a_scale, a_block, b, b_scale, b_block, *, bias, **how):  # type: ignore[no-untyped-def]
-        def product(a, s, b, t, *bias):  # type: ignore[no-untyped-def]
-            return (plain["gemm"](a, s, a_block, b, t, b_block, bias=bias[0] if bias else None, **how),)
-
-        return played(product, a, a_scale, b, b_scale, *(() if bias is None else (bias,)))[0]
-
-    monkeypatch.setitem(table, ("gemm", "reference"), gemm)
-    for op in ("quantize", "quantize_both"):
-
-        def cast(x, op=op, **how):  # type: ignore[no-untyped-def]
-            return tuple(played(lambda y: plain[op](y, **how), x))
-
-        monkeypatch.setitem(table, (op, "reference"), cast)
-    monkeypatch.setattr(Played, "direct", 0)
-
-
-def passes(layer: MXFP8Linear, seed: int, rows: int = 64, grad: bool = True, wide: int = 0) -> list[torch.Tensor]:
-    """Output and gradients for inputs of ``seed``, rows ``wide`` elements apart; weights that change in between."""
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        layer.weight.copy_(torch.randn(layer.weight.shape, generator=random))
-    x = torch.randn(rows, 64 + wide, generator=random).bfloat16()[:, :64].requires_grad_(grad)
-    dy = torch.randn(rows, 96 + wide, generator=random).bfloat16()[:, :96]
-    y = layer(x)
-    wanted = [p for p in (x, *layer.parameters()) if p.requires_grad]
-    return [y, *torch.autograd.grad(y, wanted, dy)]
-
-
-def kinds() -> dict[str, int]:
-    return dict(Counter(key[0] for key in replays._replays))
-
-
-@pytest.mark.parametrize("grads", ["input and weight", "weight", "input"])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("recipe", ["mxfp8_coalesced", "mxfp8_rceil", "mxfp8_square"])
-def test_whole_passes_are_replayed_with_the_same_bits(recipe: str, bias: bool, grads: str, layers: None) -> None:
-    layer = make(recipe, bias=bias)
-    layer.weight.requires_grad_("weight" in grads)
-    unseen = MXFP8Linear.from_linear(torch.nn.Linear(64, 96, bias=bias), recipe)
-    unseen.load_state_dict(layer.state_dict())
-    unseen.weight.requires_grad_("weight" in grads)
-    for seed in range(5):
-        before = Played.direct
-        got = passes(layer, seed, grad="input" in grads)
-        if seed >= 2:
-            products = 1 + len(grads.split(" and "))
-            assert Played.direct - before == 3 + products  # casts of the weight, the input, the gradient
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replays, "key", lambda *args: None)
-            assert same(got, passes(unseen, seed, grad="input" in grads))
-    assert kinds()["linear forward"] == kinds()["linear backward"] == 1
-    two = "input" in grads and not layer.recipe.shares_weight  # copies of the weight
-    assert kinds() == {"linear forward": 1, "linear backward": 1, "quantize_both" if two else "quantize": 1}
-
-
-def test_calls_of_other_kinds_are_not_those_that_were_recorded(layers: None) -> None:
-    """Other rows, strides, gradients, dtypes, recipes: each has its own bits while another one is replayed."""
-    layer, narrow = make("mxfp8_coalesced"), make("mxfp8_coalesced").bfloat16()
-    calls = [
-        (layer, {}), (layer, {"rows": 48}), (layer, {"wide": 32}), (layer, {"grad": False}), (narrow, {}),
-        (make("mxfp8_rceil"), {}), (make("mxfp8_floor"), {}),
-    ]  # fmt: skip
-    for seed in range(4):
-        for module, how in calls:
-            got = passes(module, seed, **how)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(replays, "key", lambda *args: None)
-                module.clear_cache()
-                assert same(got, passes(module, seed, **how))
-    assert kinds()["linear forward"] == kinds()["linear backward"] == len(calls)
-
-
-def test_what_is_kept_may_come_back_elsewhere_in_memory(layers: None) -> None:
-    """Hooks on saved tensors may move them, as those do that keep them on another device."""
-
-    def moved(t: torch.Tensor) -> torch.Tensor:
-        room = torch.zeros(t.numel() + 5, dtype=torch.uint8)[5:]
-        return room.view(t.dtype).as_strided(t.shape, t.contiguous().stride()).copy_(t)
-
-    layer = make("mxfp8_coalesced")
-    want = [passes(layer, seed) for seed in range(4)]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, moved):
-        for seed in range(4):
-            assert same(passes(layer, seed), want[seed])
-
-
-def test_what_is_replayed_can_be_watched_and_not_differentiated_twice(layers: None) -> None:
-    layer = make("mxfp8_coalesced")
-    want = [passes(layer, seed) for seed in range(4)]
-    events: list[object] = []
-    with observe.subscribe(events.append):
-        assert same(passes(layer, 3), want[3])
-    assert len([e for e in events if isinstance(e, observe.CastEvent)]) == 5  # one copy of the weight on a CPU
-    assert [e.gemm for e in events if isinstance(e, observe.GemmEvent)] == ["fprop", "dgrad", "wgrad"]
-    x = torch.randn(64, 64).bfloat16().requires_grad_()
-    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dx.sum().backward()
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8_robust", "mxfp8_rceil_wgrad_with_hp"])
-def test_random_bits_and_high_precision_are_never_replayed_as_a_whole(recipe: str, layers: None) -> None:
-    layer = make(recipe)
-    seen = []
-    for step in range(4):
-        mxfp8.rng.set_step(step)
-        seen.append(passes(layer, 0))
-    assert not {"linear forward", "linear backward"} & set(kinds())
-    assert torch.equal(seen[2][0], seen[3][0])
-    assert torch.equal(seen[2][1], seen[3][1]) == (recipe != "mxfp8_robust")  # other bits in every step
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["mxfp8_coalesced", "mxfp8_rceil"])
-@pytest.mark.parametrize("rows", [256, 8192])
-def test_whole_passes_on_a_gpu(rows: int, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where wgrad's sum is split along K, and in a CUDA graph."""
-    monkeypatch.setattr(replays, "_seen", {})
-    monkeypatch.setattr(replays, "_replays", {})
-    layer = MXFP8Linear(384, 256, device="cuda", dtype=torch.bfloat16, recipe=recipe)
-
-    def both(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-        y = layer(x)
-        return [y, *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
-
-    for seed in range(5):
-        random = torch.Generator("cuda").manual_seed(seed)
-        x = torch.randn(rows, 384, device="cuda", generator=random).bfloat16().requires_grad_()
-        dy = torch.randn(rows, 256, device="cuda", generator=random).bfloat16()
-        got = both(x, dy)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replays, "key", lambda *args: None)
-            layer.clear_cache()
-            assert same(got, both(x, dy))
-    if recipe == "mxfp8_coalesced" and torch.cuda.get_device_capability() == (9, 0):
-        assert kinds()["linear forward"] == kinds()["linear backward"] == 1
-    del got  # its leaves' nodes belong to the stream they were made on, and would be used again while capturing
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        both(x, dy)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = both(x, dy)
-    with torch.no_grad():
-        x.normal_()
-    graph.replay()
-    assert same(kept, both(x, dy))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("grad", [False, True])
 def test_replayed_casts_and_products_have_the_bits_of_the_reference(
     grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("cuda")
-    monkeypatch.setattr(replays, "_seen", {})
-    monkeypatch.setattr(replays, "_replays", {})
+    forgotten(monkeypatch)
     for seed in range(5):
         x = torch.randn(272, 384, device=device, generator=torch.Generator(device).manual_seed(seed)).bfloat16()
         w = torch.randn(256, 384, device=device).bfloat16().requires_grad_(grad)
