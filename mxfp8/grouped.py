@@ -98,23 +98,37 @@ def quantize_grouped(
     **Numerics.** As :func:`mxfp8.quantize`. Random bits belong to rows of ``x``: those of a group do not depend on the
     others'.
     """
+    known = None
+    if seed is None and rounding == "nearest" and hadamard is None:
+        known = replays.key("quantize_grouped", (x, offs), fmt, block, scale_rule, satfinite, backend)
+        if (made := replays.again(known, x, offs)) is not None:
+            return _groups(made, get_format(fmt), get_block(block))
     if x.ndim != 2:
         raise ValueError(f"quantize_grouped takes x[M, C], not {tuple(x.shape)}")
     if x.dtype not in ops.FLOAT_DTYPES:
         raise TypeError(f"quantize_grouped takes a float32, bfloat16, float16 or float64 tensor, not {x.dtype}")
-    ops.check_offsets(offs, None, x)
     mode, key = get_rounding(rounding), RngKey(seed=seed) if isinstance(seed, int) else seed
     if mode is Rounding.STOCHASTIC and not isinstance(key, RngKey):
         raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
     if hadamard is not None and hadamard not in HADAMARD_SIZES:
         raise ValueError(f"hadamard is {hadamard!r}: use None or one of {', '.join(map(str, HADAMARD_SIZES))}")
     block, form, rule = get_block(block), get_format(fmt), get_scale_rule(scale_rule)
-    run = dispatch.resolve("quantize_grouped", backend, x.device)
-    qdata, scale, starts = run(
-        x.detach(), offs, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite,
-        hadamard=hadamard, hadamard_seed=hadamard_seed,
-    )  # fmt: skip
-    return MXGroups(MXTensor.trusted(qdata, scale, form, -2, block), starts)
+    run, x = dispatch.resolve("quantize_grouped", backend, x.device), x.detach()
+
+    def cast() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ops.check_offsets(offs, None, x)
+        return run(  # type: ignore[no-any-return]
+            x, offs, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite,
+            hadamard=hadamard, hadamard_seed=hadamard_seed,
+        )  # fmt: skip
+
+    return _groups(replays.run(known, cast, (x, offs)), form, block)
+
+
+def _groups(parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], fmt: ElementFormat, block: BlockShape) -> MXGroups:
+    """Of what a backend gives: elements, scale bytes, starts."""
+    qdata, scale, starts = parts
+    return MXGroups(MXTensor.trusted(qdata, scale, fmt, -2, block), starts)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -142,6 +156,13 @@ def grouped_wgrad(
 
     **Numerics.** As :func:`mxfp8.gemm`, group by group. Padding adds zeros.
     """
+    known: object = None
+    inputs: tuple[torch.Tensor, ...] = ()
+    if type(a) is MXGroups and type(b) is MXGroups:
+        inputs = tuple(t for x in (a, b) for t in (x.q.qdata, x.q.scale_bytes, x.starts))
+        known = replays.key("grouped_wgrad", inputs, a.q.block, b.q.block, out_dtype, backend)
+        if (made := replays.again(known, *inputs)) is not None:
+            return made  # type: ignore[no-any-return]
     if out_dtype not in ops.OUT_DTYPES:
         raise TypeError(f"grouped_wgrad: out_dtype is {out_dtype}, use float32, bfloat16 or float16")
     if not isinstance(a, MXGroups) and not isinstance(b, MXGroups):
@@ -161,9 +182,13 @@ def grouped_wgrad(
             f"grouped_wgrad: a has {len(parts[3]) - 1} groups on {parts[0].device}, b {len(parts[7]) - 1} on "
             f"{parts[4].device}"
         )
-    with torch.no_grad():
-        out: torch.Tensor = dispatch.resolve("grouped_wgrad", backend, parts[0].device)(*parts, out_dtype=out_dtype)
-    return out
+    run = dispatch.resolve("grouped_wgrad", backend, parts[0].device)
+
+    def product() -> torch.Tensor:
+        with torch.no_grad():
+            return run(*parts, out_dtype=out_dtype)  # type: ignore[no-any-return]
+
+    return replays.run(known, product, inputs)  # type: ignore[no-any-return]
 
 
 def _rows(x: Operand) -> tuple[Any, ...]:
@@ -221,6 +246,7 @@ def _forward(
     plan: Plan, x: torch.Tensor, weight: Operand, offs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """``y``, then the input as wgrad will multiply it (starts, elements, scales) if it is kept so."""
+    ops.check_offsets(offs, weight.shape[0], x)
     y = _grouped(plan, "fprop", plan.cast(x, "fprop", "input", axis=-1), weight, offs, x.dtype)
     if not (plan.needs_wgrad and plan.recipe.saves_mx_activations):
         return y, None, None, None
@@ -281,12 +307,12 @@ def _cast(plan: Plan, x: torch.Tensor, offs: torch.Tensor, operand: str) -> MXGr
     if spec is None:
         return x
     fmt = get_format(spec.fmt)
-    qdata, scale, starts = dispatch.resolve("quantize_grouped", "auto", x.device)(
+    parts = dispatch.resolve("quantize_grouped", "auto", x.device)(
         x, offs, fmt=fmt, block=spec.block, scale_rule=get_scale_rule(spec.scale_rule),
         rounding=get_rounding(spec.rounding), satfinite=False, hadamard=spec.hadamard, hadamard_seed=plan.recipe.seed,
         key=plan.random_key("wgrad", operand) if spec.rounding == "stochastic" else None,
     )  # fmt: skip
-    groups = MXGroups(MXTensor.trusted(qdata, scale, fmt, -2, spec.block), starts)
+    groups = _groups(parts, fmt, spec.block)
     if observe.active():
         for (start, stop), q in zip(_ranges(offs), _each_cast(groups, offs, spec.hadamard), strict=True):
             rows = x[start:stop]
@@ -402,7 +428,6 @@ class MXFP8GroupedLinear(nn.Module):
         x = prepare(input, self.weight, self.in_features, self.fqn)
         if x.ndim != 2:
             raise ValueError(f"grouped linear takes input [M, {self.in_features}], not {tuple(x.shape)}")
-        ops.check_offsets(offs, self.num_groups, x)
         plan = layer_plan(self.recipe, self.fqn, self.weight, x)
         weights = pack_weights(plan, self.weight, self._cache)
         y: torch.Tensor = _GroupedFunction.apply(x, self.weight, offs, plan, *weights)  # type: ignore[no-untyped-call]

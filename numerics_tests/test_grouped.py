@@ -322,14 +322,19 @@ def test_a_graph_replays_with_other_groups(recipe: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offs", [[5, 3, 7], [-1, 3, 7], [3, 7, 900]], ids=str)
-def test_bad_offsets_stop_the_device(offs: list[int]) -> None:
-    """In a process of its own: what stops there cannot go on."""
+@pytest.mark.parametrize("calls", [0, 3])
+def test_bad_offsets_stop_the_device(calls: int, offs: list[int]) -> None:
+    """In a process of its own: what stops there cannot go on. Also where good ones went before, in replayed calls."""
     code = (
         "import mxfp8, torch\n"
         "a, b = (mxfp8.quantize(torch.ones(n, device='cuda')) for n in ((64, 128), (3, 128, 128)))\n"
+        f"for _ in range({calls}): mxfp8.grouped_gemm(a, b, torch.tensor([3, 7, 64], device='cuda'))\n"
+        "torch.cuda.synchronize()\n"
+        "print('so far')\n"
         f"mxfp8.grouped_gemm(a, b, torch.tensor({offs}, device='cuda'))\n"
         "torch.cuda.synchronize()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode
+    assert "so far" in done.stdout
     assert "assert" in done.stderr + done.stdout

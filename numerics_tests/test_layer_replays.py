@@ -78,7 +78,8 @@ def played(op: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor) 
 def layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Casts and products of the reference as kernels that can be recorded."""
     recorded(monkeypatch)
-    for op in ("quantize", "quantize_both", "quantize_grouped", "gemm", "grouped_gemm", "grouped_wgrad"):
+    groups = ("check_offsets", "quantize_grouped", "grouped_gemm", "grouped_wgrad")
+    for op in ("quantize", "quantize_both", "gemm", *groups):
         plain = dispatch._functions[op, "reference"]
 
         def run(*args, plain=plain, **kwargs):  # type: ignore[no-untyped-def]
@@ -90,7 +91,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> None:
             def kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 given = {**values, **dict(zip(at, tensors, strict=True))}
                 out = plain(*(given[i] for i in range(len(args))), **{name: given[name] for name in kwargs})
-                return (out,) if isinstance(out, torch.Tensor) else tuple(out)
+                return (out,) if isinstance(out, torch.Tensor) else tuple(out or ())
 
             made = played(kernel, *(values[name] for name in at))
             return made[0] if len(made) == 1 else tuple(made)
@@ -275,7 +276,8 @@ def test_grouped_passes_are_replayed_whatever_the_groups_are(recipe: str, grads:
         got = grouped_passes(layer, seed, sizes, 96, "input" in grads)
         if seed >= 2:
             wanted = len(grads.split(" and "))
-            assert Played.direct - before == 1 + 2 * (1 + wanted) + ("weight" in grads)  # one copy of the weight
+            # The check of the groups, and of the weight a single copy.
+            assert Played.direct - before == 2 + 2 * (1 + wanted) + ("weight" in grads)
         assert same(got, unseen(layer, seed, sizes, 96, "input" in grads))
     assert kinds()["grouped forward"] == kinds()["grouped backward"] == 1
 
@@ -299,9 +301,48 @@ def test_bad_groups_are_refused_beside_replays(layers: None) -> None:
     layer = MXFP8GroupedLinear(4, 64, 96, recipe="mxfp8_coalesced")
     for seed in range(4):
         grouped_passes(layer, seed, [5, 0, 27, 64], 96)
-    for offs in ([5, 4, 27, 64], [-1, 5, 27, 64], [5, 6, 27, 97]):
-        with pytest.raises(ValueError, match="offs"):
-            layer(torch.randn(96, 64).bfloat16(), torch.tensor(offs, dtype=torch.int32))
+    a, b = mxfp8.quantize(torch.randn(96, 64)), mxfp8.quantize(torch.randn(4, 32, 64))
+    x = torch.randn(96, 64).bfloat16()
+    calls = (
+        lambda offs: layer(x, offs), lambda offs: mxfp8.grouped_gemm(a, b, offs),
+        lambda offs: mxfp8.grouped.quantize_grouped(x, offs),
+    )  # fmt: skip
+    for call in calls:
+        for _ in range(4):
+            call(torch.tensor([5, 5, 32, 96], dtype=torch.int32))
+        for offs in ([5, 4, 27, 64], [-1, 5, 27, 64], [5, 6, 27, 97]):
+            with pytest.raises(ValueError, match="offs"):
+                call(torch.tensor(offs, dtype=torch.int32))
+        for offs in (torch.tensor([5.0, 5.0, 32.0, 96.0]), torch.tensor([[5, 5, 32, 96]])):
+            with pytest.raises(ValueError, match="offs is"):
+                call(offs)
+    assert kinds().keys() >= {"grouped forward", "grouped_gemm", "quantize_grouped"}
+
+
+@pytest.mark.parametrize("block", [(1, 128), (1, 32)])
+def test_ops_on_groups_are_replayed(block: tuple[int, int], layers: None) -> None:
+    assert_ops_replayed(torch.device("cpu"), block)
+    assert kinds() == {"quantize": 2, "quantize_grouped": 2, "grouped_gemm": 1, "grouped_wgrad": 1}
+
+
+def assert_ops_replayed(device: torch.device, block: tuple[int, int]) -> None:
+    square = (128, 128) if block == (1, 128) else block
+
+    def ops(x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> list[torch.Tensor]:
+        columns = [mxfp8.grouped.quantize_grouped(t, offs, block=block) for t in (dy, x)]
+        out = mxfp8.grouped_gemm(mxfp8.quantize(x, block=block), mxfp8.quantize(w, block=square), offs)
+        parts = [t for c in columns for t in (c.q.qdata.view(torch.uint8), c.q.scale_bytes, c.starts)]
+        return [*parts, out, mxfp8.grouped.grouped_wgrad(*columns)]
+
+    for seed, sizes in enumerate(SIZES):
+        random = torch.Generator(device).manual_seed(seed)
+        x, dy, w = (
+            torch.randn(n, device=device, generator=random).bfloat16() for n in ((96, 128), (96, 256), (4, 256, 128))
+        )
+        got = ops(x, dy, w, ends(sizes, device))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replays, "key", lambda *args: None)
+            assert same(got, ops(x, dy, w, ends(sizes, device)))
 
 
 def test_replayed_groups_can_be_watched_and_not_differentiated_twice(layers: None) -> None:
@@ -326,6 +367,15 @@ def test_random_bits_of_groups_are_never_replayed(recipe: str, layers: None) -> 
     assert not {"grouped forward", "grouped backward"} & set(kinds())
     assert torch.equal(seen[2][0], seen[3][0])
     assert torch.equal(seen[2][1], seen[3][1]) == (recipe != "mxfp8_robust")  # other bits in every step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [(1, 128), (1, 32)])
+def test_ops_on_groups_are_replayed_on_a_gpu(block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten(monkeypatch)
+    assert_ops_replayed(torch.device("cuda"), block)
+    if block == (1, 128) and torch.cuda.get_device_capability() == (9, 0):
+        assert kinds() == {"quantize": 2, "quantize_grouped": 2, "grouped_gemm": 1, "grouped_wgrad": 1}
 
 
 @pytest.mark.gpu
