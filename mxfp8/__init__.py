@@ -8,7 +8,8 @@ from mxfp8.description import describe
 from mxfp8.dispatch import explain, is_available
 from mxfp8.epilogue import gemm_quantize
 from mxfp8.formats import E4M3, E5M2, ElementFormat, Rounding, ScaleRule
-from mxfp8.grouped import MXFP8GroupedLinear, MXGroups, grouped_wgrad, quantize_grouped
+from mxfp8.grouped import MXFP8GroupedLinear
+from mxfp8.grouped_ops import MXGroups, grouped_wgrad, quantize_grouped
 from mxfp8.linear import MXFP8Linear
 from mxfp8.mlp import MXFP8MLP
 from mxfp8.ops import gemm, grouped_gemm, hadamard, quantize, quantize_both

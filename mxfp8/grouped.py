@@ -1,5 +1,5 @@
-"""Groups of rows (those of an expert, say), each with a matrix of its own: the ops that need more than
-:func:`mxfp8.grouped_gemm`, and a linear layer whose three products run in MXFP8.
+"""Groups of rows (those of an expert, say), each with a matrix of its own: a linear layer whose three products run in
+MXFP8.
 
 === fprop   Y[s:e]  = X[s:e]  @ W[g]^T       X, W cast along K
 === dgrad   dX[s:e] = dY[s:e] @ W[g]         dY, W cast along N
@@ -12,7 +12,7 @@ groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -20,16 +20,8 @@ from torch.nn import functional as F
 
 from mxfp8 import dispatch, observe, ops
 from mxfp8.dispatch import replays
-from mxfp8.formats import (
-    BlockShape,
-    ElementFormat,
-    Rounding,
-    ScaleRule,
-    get_block,
-    get_format,
-    get_rounding,
-    get_scale_rule,
-)
+from mxfp8.formats import get_format, get_rounding, get_scale_rule
+from mxfp8.grouped_ops import MXGroups, columns_of, groups_of
 from mxfp8.linear import (
     Operand,
     Plan,
@@ -41,167 +33,10 @@ from mxfp8.linear import (
     unpack_weights,
 )
 from mxfp8.recipe import LinearRecipe, get_recipe
-from mxfp8.reference.hadamard import HADAMARD_SIZES
-from mxfp8.rng import RngKey
-from mxfp8.tensor import MXTensor, block_rc
+from mxfp8.tensor import MXTensor
 from mxfp8.weight_cache import WeightCache
 
-__all__ = ["MXFP8GroupedLinear", "MXGroups", "grouped_wgrad", "quantize_grouped"]
-
-
-class MXGroups(NamedTuple):
-    """Groups of rows that were cast along their columns, one after the other, each padded with zeros to whole blocks.
-
-    Attributes:
-        q: ``[P, C]``, scaled along axis -2. P is a bound that follows from the shapes; what is past the last group is
-            zero.
-        starts: int32 ``[G + 1]``, where each group starts in ``q``, and where the last one ends.
-    """
-
-    q: MXTensor
-    starts: torch.Tensor
-
-
-# As a layer of groups: what is compiled calls it, and is not compiled through it.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def quantize_grouped(
-    x: torch.Tensor,
-    offs: torch.Tensor,
-    fmt: str | ElementFormat = "e4m3",
-    block: BlockShape = (1, 32),
-    scale_rule: str | ScaleRule = "rceil",
-    rounding: str | Rounding = "nearest",
-    seed: int | RngKey | None = None,
-    backend: str = "auto",
-    *,
-    satfinite: bool = False,
-    hadamard: int | None = None,
-    hadamard_seed: int = 0,
-) -> MXGroups:
-    """Quantise the rows of each group of ``x`` along its columns (axis -2): what :func:`grouped_wgrad` multiplies.
-
-    Args:
-        x: ``[M, C]``, as :func:`mxfp8.quantize`.
-        offs: as :func:`mxfp8.grouped_gemm`. Rows past ``offs[-1]`` are not read.
-        fmt, block, scale_rule, rounding, seed, backend, satfinite: as :func:`mxfp8.quantize`.
-        hadamard: None, or the size of a random Hadamard transform of each group's columns that goes before the cast, as
-            :func:`mxfp8.hadamard` with ``hadamard_seed``.
-
-    Returns:
-        :class:`MXGroups`. The rows of group g, from ``starts[g]`` on, are bit for bit
-        ``quantize(x[s:e], axis=-2, ...)``; they are padded to a multiple of the block or, if that is larger, of
-        ``hadamard``.
-
-    Raises:
-        ValueError, TypeError: as :func:`mxfp8.quantize` and :func:`mxfp8.grouped_gemm`; ``x`` not 2-D.
-
-    **Numerics.** As :func:`mxfp8.quantize`. Random bits belong to rows of ``x``: those of a group do not depend on the
-    others'.
-    """
-    known = None
-    if seed is None and rounding == "nearest" and hadamard is None:
-        known = replays.key("quantize_grouped", (x, offs), fmt, block, scale_rule, satfinite, backend)
-        if (made := replays.again(known, x, offs)) is not None:
-            return _groups(made, get_format(fmt), get_block(block))
-    if x.ndim != 2:
-        raise ValueError(f"quantize_grouped takes x[M, C], not {tuple(x.shape)}")
-    if x.dtype not in ops.FLOAT_DTYPES:
-        raise TypeError(f"quantize_grouped takes a float32, bfloat16, float16 or float64 tensor, not {x.dtype}")
-    mode, key = get_rounding(rounding), RngKey(seed=seed) if isinstance(seed, int) else seed
-    if mode is Rounding.STOCHASTIC and not isinstance(key, RngKey):
-        raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
-    if hadamard is not None and hadamard not in HADAMARD_SIZES:
-        raise ValueError(f"hadamard is {hadamard!r}: use None or one of {', '.join(map(str, HADAMARD_SIZES))}")
-    block, form, rule = get_block(block), get_format(fmt), get_scale_rule(scale_rule)
-    run, x = dispatch.resolve("quantize_grouped", backend, x.device), x.detach()
-
-    def cast() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ops.check_offsets(offs, None, x)
-        return run(  # type: ignore[no-any-return]
-            x, offs, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite,
-            hadamard=hadamard, hadamard_seed=hadamard_seed,
-        )  # fmt: skip
-
-    return _groups(replays.run(known, cast, (x, offs)), form, block)
-
-
-def _groups(parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], fmt: ElementFormat, block: BlockShape) -> MXGroups:
-    """Of what a backend gives: elements, scale bytes, starts."""
-    qdata, scale, starts = parts
-    return MXGroups(MXTensor.trusted(qdata, scale, fmt, -2, block), starts)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def grouped_wgrad(
-    a: MXGroups | torch.Tensor,
-    b: MXGroups | torch.Tensor,
-    offs: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """Sums over the rows of each group: ``out[g] = a[s:e].T @ b[s:e]``, the weight gradients of a grouped product.
-
-    Args:
-        a, b: ``[M, N]`` and ``[M, K]`` as :func:`quantize_grouped` cast them with the same ``offs``; one of them may be
-            a float32, bfloat16 or float16 tensor.
-        offs: as :func:`mxfp8.grouped_gemm`; needed beside a tensor in high precision.
-        out_dtype: float32, bfloat16 or float16.
-
-    Returns:
-        ``[G, N, K]`` of ``out_dtype``; zeros for a group without rows.
-
-    Raises:
-        ValueError: different numbers of groups; a tensor in high precision that is not 2-D, or without ``offs``.
-        TypeError: as :func:`mxfp8.gemm`.
-
-    **Numerics.** As :func:`mxfp8.gemm`, group by group. Padding adds zeros.
-    """
-    known: object = None
-    inputs: tuple[torch.Tensor, ...] = ()
-    if type(a) is MXGroups and type(b) is MXGroups:
-        inputs = tuple(t for x in (a, b) for t in (x.q.qdata, x.q.scale_bytes, x.starts))
-        known = replays.key("grouped_wgrad", inputs, a.q.block, b.q.block, out_dtype, backend)
-        if (made := replays.again(known, *inputs)) is not None:
-            return made  # type: ignore[no-any-return]
-    if out_dtype not in ops.OUT_DTYPES:
-        raise TypeError(f"grouped_wgrad: out_dtype is {out_dtype}, use float32, bfloat16 or float16")
-    if not isinstance(a, MXGroups) and not isinstance(b, MXGroups):
-        raise TypeError("grouped_wgrad needs at least one operand from quantize_grouped")
-    for name, x in (("a", a), ("b", b)):
-        if isinstance(x, MXGroups):
-            continue
-        if not isinstance(x, torch.Tensor) or x.dtype not in ops.OUT_DTYPES:
-            got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-            raise TypeError(f"grouped_wgrad: {name} is {got}, use MXGroups or a float32, bfloat16 or float16 tensor")
-        if x.ndim != 2 or offs is None:
-            raise ValueError(f"grouped_wgrad: {name} is in high precision: it takes [M, N] and offs")
-        ops.check_offsets(offs, None, x)
-    parts = [*_columns(a, offs), *_columns(b, offs)]
-    if len(parts[3]) != len(parts[7]) or parts[0].device != parts[4].device:
-        raise ValueError(
-            f"grouped_wgrad: a has {len(parts[3]) - 1} groups on {parts[0].device}, b {len(parts[7]) - 1} on "
-            f"{parts[4].device}"
-        )
-    run = dispatch.resolve("grouped_wgrad", backend, parts[0].device)
-
-    def product() -> torch.Tensor:
-        with torch.no_grad():
-            return run(*parts, out_dtype=out_dtype)  # type: ignore[no-any-return]
-
-    return replays.run(known, product, inputs)  # type: ignore[no-any-return]
-
-
-def _rows(x: Operand) -> tuple[Any, ...]:
-    """Plain tensors for a backend: data, scale bytes, (rows, columns) of a block."""
-    return (x.qdata, x.scale_bytes, block_rc(x.block, x.axis)) if isinstance(x, MXTensor) else (x, None, None)
-
-
-def _columns(x: MXGroups | torch.Tensor, offs: torch.Tensor | None) -> tuple[Any, ...]:
-    """Plain tensors for a backend: data, scale bytes, (rows, columns) of a block, starts of the groups."""
-    if isinstance(x, MXGroups):
-        return x.q.qdata, x.q.scale_bytes, block_rc(x.q.block, x.q.axis), x.starts
-    assert offs is not None
-    return x, None, None, F.pad(offs.clamp(0, len(x)).to(torch.int32), (1, 0))
+__all__ = ["MXFP8GroupedLinear"]
 
 
 class _GroupedFunction(torch.autograd.Function):
@@ -290,7 +125,9 @@ def _grouped(plan: Plan, gemm: str, a: Operand, b: Operand, offs: torch.Tensor, 
     else in the operands' dtype."""
     if isinstance(a, MXTensor) or isinstance(b, MXTensor) or _by_kernel(a):
         b = b if isinstance(b, MXTensor) or isinstance(a, MXTensor) else b.to(a.dtype)
-        out = dispatch.resolve("grouped_gemm", "auto", a.device)(*_rows(a), *_rows(b), offs=offs, out_dtype=out_dtype)
+        out = dispatch.resolve("grouped_gemm", "auto", a.device)(
+            *ops.parts_of(a), *ops.parts_of(b), offs=offs, out_dtype=out_dtype
+        )
     else:
         out = a.new_zeros(a.shape[0], b.shape[1])
         for g, (start, stop) in enumerate(_ranges(offs)):
@@ -312,7 +149,7 @@ def _cast(plan: Plan, x: torch.Tensor, offs: torch.Tensor, operand: str) -> MXGr
         rounding=get_rounding(spec.rounding), satfinite=False, hadamard=spec.hadamard, hadamard_seed=plan.recipe.seed,
         key=plan.random_key("wgrad", operand) if spec.rounding == "stochastic" else None,
     )  # fmt: skip
-    groups = _groups(parts, fmt, spec.block)
+    groups = groups_of(parts, fmt, spec.block)
     if observe.active():
         for (start, stop), q in zip(_ranges(offs), _each_cast(groups, offs, spec.hadamard), strict=True):
             rows = x[start:stop]
@@ -328,7 +165,7 @@ def _wgrad(
     if isinstance(dy, MXGroups) or isinstance(x, MXGroups) or _by_kernel(dy):
         x = x if isinstance(x, MXGroups) or isinstance(dy, MXGroups) else x.to(dy.dtype)
         dw: torch.Tensor = dispatch.resolve("grouped_wgrad", "auto", offs.device)(
-            *_columns(dy, offs), *_columns(x, offs), out_dtype=out_dtype
+            *columns_of(dy, offs), *columns_of(x, offs), out_dtype=out_dtype
         )
     else:
         dw = dy.new_zeros(len(offs), dy.shape[1], x.shape[1], dtype=out_dtype)

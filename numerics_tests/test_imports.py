@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lower layers first; a module imports 
     ("reference", "observe"),
     ("dispatch",),
     ("ops", "recipe", "coalesce"),
-    ("weight_cache", "rules", "modes", "te", "tuning"),
+    ("weight_cache", "rules", "modes", "te", "tuning", "grouped_ops"),
     ("linear", "grouped", "attention", "activations", "distributed", "drift", "optim", "fused", "epilogue", "producers",
      "mlp"),
     ("policies",),

@@ -305,7 +305,7 @@ def test_bad_groups_are_refused_beside_replays(layers: None) -> None:
     x = torch.randn(96, 64).bfloat16()
     calls = (
         lambda offs: layer(x, offs), lambda offs: mxfp8.grouped_gemm(a, b, offs),
-        lambda offs: mxfp8.grouped.quantize_grouped(x, offs),
+        lambda offs: mxfp8.quantize_grouped(x, offs),
     )  # fmt: skip
     for call in calls:
         for _ in range(4):
@@ -329,10 +329,10 @@ def assert_ops_replayed(device: torch.device, block: tuple[int, int]) -> None:
     square = (128, 128) if block == (1, 128) else block
 
     def ops(x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> list[torch.Tensor]:
-        columns = [mxfp8.grouped.quantize_grouped(t, offs, block=block) for t in (dy, x)]
+        columns = [mxfp8.quantize_grouped(t, offs, block=block) for t in (dy, x)]
         out = mxfp8.grouped_gemm(mxfp8.quantize(x, block=block), mxfp8.quantize(w, block=square), offs)
         parts = [t for c in columns for t in (c.q.qdata.view(torch.uint8), c.q.scale_bytes, c.starts)]
-        return [*parts, out, mxfp8.grouped.grouped_wgrad(*columns)]
+        return [*parts, out, mxfp8.grouped_wgrad(*columns)]
 
     for seed, sizes in enumerate(SIZES):
         random = torch.Generator(device).manual_seed(seed)
