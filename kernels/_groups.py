@@ -81,15 +81,16 @@ def _check_kernel(offs_ptr, M, G, GROUPS: tl.constexpr):
     tl.device_assert(good | (g >= G), "offs: group ends must not decrease and must stay within the rows")
 
 
-def check_offsets(offs: torch.Tensor, rows: int) -> None:
-    """Stops the device with an assertion, as torch does for an index out of bounds, unless ``offs`` holds group ends
-    that do not decrease, within 0..``rows``. The host does not wait for it."""
+def check_offsets(offs: torch.Tensor, rows: int) -> torch.Tensor:
+    """``offs``. Stops the device with an assertion, as torch does for an index out of bounds, unless it holds group
+    ends that do not decrease, within 0..``rows``. The host does not wait for it."""
     G = len(offs)
     if G == 0:
-        return
-    offs = offs.contiguous()
+        return offs
+    ends = offs.contiguous()
     # Triton leaves assertions out of all kernels but those that are launched for debugging.
     options = {} if INTERPRETED else {"debug": True, "sanitize_overflow": False}
-    key = (G, rows, offs.dtype, offs.data_ptr() % 16)
+    key = (G, rows, ends.dtype, ends.data_ptr() % 16)
     constants = {"GROUPS": lanes(G)}
-    launch(_check_kernel, key, (1, 1, 1), (offs, rows, G), constants, offs.device, num_warps=1, **options)
+    launch(_check_kernel, key, (1, 1, 1), (ends, rows, G), constants, ends.device, num_warps=1, **options)
+    return offs

@@ -74,14 +74,14 @@ class _GroupedFunction(torch.autograd.Function):
         made = replays.again(known, *read)
         if made is None:
             made = replays.run(known, lambda: _backward(plan, *read, dtypes=ctx.dtypes), read)
-        return *made, *(None for _ in ctx.needs_input_grad[2:])
+        return *made, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
 def _forward(
     plan: Plan, x: torch.Tensor, weight: Operand, offs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """``y``, then the input as wgrad will multiply it (starts, elements, scales) if it is kept so."""
-    ops.check_offsets(offs, weight.shape[0], x)
+    offs = ops.check_offsets(offs, weight.shape[0], x)
     y = _grouped(plan, "fprop", plan.cast(x, "fprop", "input", axis=-1), weight, offs, x.dtype)
     if not (plan.needs_wgrad and plan.recipe.saves_mx_activations):
         return y, None, None, None
@@ -129,10 +129,7 @@ def _grouped(plan: Plan, gemm: str, a: Operand, b: Operand, offs: torch.Tensor, 
             *ops.parts_of(a), *ops.parts_of(b), offs=offs, out_dtype=out_dtype
         )
     else:
-        out = a.new_zeros(a.shape[0], b.shape[1])
-        for g, (start, stop) in enumerate(_ranges(offs)):
-            out[start:stop] = F.linear(a[start:stop], b[g].to(a.dtype))
-        out = out.to(out_dtype)
+        out = _rows_of_groups(a, b, offs, out_dtype)
     if observe.active():
         observe.emit(observe.GemmEvent(layer=plan.layer, gemm=gemm, a=a, b=b, out=out, offs=offs))
     return out  # type: ignore[no-any-return]
@@ -168,9 +165,7 @@ def _wgrad(
             *columns_of(dy, offs), *columns_of(x, offs), out_dtype=out_dtype
         )
     else:
-        dw = dy.new_zeros(len(offs), dy.shape[1], x.shape[1], dtype=out_dtype)
-        for g, (start, stop) in enumerate(_ranges(offs)):
-            dw[g] = F.linear(dy[start:stop].mT, x[start:stop].mT.to(dy.dtype))
+        dw = _sums_of_groups(dy, x, offs, out_dtype)
     if observe.active():
         spec = plan.recipe.wgrad.lhs  # both sides are transformed or none is
         hadamard = None if spec is None else spec.hadamard
@@ -178,6 +173,35 @@ def _wgrad(
         for g, (a, b) in enumerate(sides):
             observe.emit(observe.GemmEvent(layer=plan.layer, gemm="wgrad", a=a.mT, b=b.mT, out=dw[g]))
     return dw
+
+
+# In high precision, as operators: a compiler cannot follow ends that are read on the host.
+
+
+@torch.library.custom_op("mxfp8::rows_of_groups", mutates_args=())
+def _rows_of_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    out = a.new_zeros(a.shape[0], b.shape[1])
+    for g, (start, stop) in enumerate(_ranges(offs)):
+        out[start:stop] = F.linear(a[start:stop], b[g].to(a.dtype))
+    return out.to(out_dtype)
+
+
+@_rows_of_groups.register_fake
+def _(a, b, offs, out_dtype):  # type: ignore[no-untyped-def]
+    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+
+@torch.library.custom_op("mxfp8::sums_of_groups", mutates_args=())
+def _sums_of_groups(dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    out = dy.new_zeros(len(offs), dy.shape[1], x.shape[1], dtype=out_dtype)
+    for g, (start, stop) in enumerate(_ranges(offs)):
+        out[g] = F.linear(dy[start:stop].mT, x[start:stop].mT.to(dy.dtype))
+    return out
+
+
+@_sums_of_groups.register_fake
+def _(dy, x, offs, out_dtype):  # type: ignore[no-untyped-def]
+    return dy.new_empty(len(offs), dy.shape[1], x.shape[1], dtype=out_dtype)
 
 
 def _by_kernel(x: torch.Tensor | MXTensor | MXGroups) -> bool:
@@ -259,8 +283,6 @@ class MXFP8GroupedLinear(nn.Module):
         """Forget quantised weights, see :meth:`mxfp8.MXFP8Linear.clear_cache`."""
         self._cache.clear()
 
-    # Group ends are data: compiling them in would mean one graph per batch.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         x = prepare(input, self.weight, self.in_features, self.fqn)
         if x.ndim != 2:

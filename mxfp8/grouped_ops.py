@@ -43,8 +43,6 @@ class MXGroups(NamedTuple):
     starts: torch.Tensor
 
 
-# As a layer of groups: what is compiled calls it, and is not compiled through it.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def quantize_grouped(
     x: torch.Tensor,
     offs: torch.Tensor,
@@ -97,9 +95,9 @@ def quantize_grouped(
     run, x = dispatch.resolve("quantize_grouped", backend, x.device), x.detach()
 
     def cast() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ops.check_offsets(offs, None, x)
+        ends = ops.check_offsets(offs, None, x)
         return run(  # type: ignore[no-any-return]
-            x, offs, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite,
+            x, ends, fmt=form, block=block, scale_rule=rule, rounding=mode, key=key, satfinite=satfinite,
             hadamard=hadamard, hadamard_seed=hadamard_seed,
         )  # fmt: skip
 
@@ -114,7 +112,6 @@ def groups_of(
     return MXGroups(MXTensor.trusted(qdata, scale, fmt, -2, block), starts)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def grouped_wgrad(
     a: MXGroups | torch.Tensor,
     b: MXGroups | torch.Tensor,
@@ -158,7 +155,7 @@ def grouped_wgrad(
             raise TypeError(f"grouped_wgrad: {name} is {got}, use MXGroups or a float32, bfloat16 or float16 tensor")
         if x.ndim != 2 or offs is None:
             raise ValueError(f"grouped_wgrad: {name} is in high precision: it takes [M, N] and offs")
-        ops.check_offsets(offs, None, x)
+        offs = ops.check_offsets(offs, None, x)
     parts = [*columns_of(a, offs), *columns_of(b, offs)]
     if len(parts[3]) != len(parts[7]) or parts[0].device != parts[4].device:
         raise ValueError(

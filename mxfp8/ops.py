@@ -312,24 +312,24 @@ def grouped_gemm(
     run = dispatch.resolve("grouped_gemm", backend, a.device)
 
     def product() -> torch.Tensor:
-        check_offsets(offs, b.shape[0], a)
+        ends = check_offsets(offs, b.shape[0], a)
         with torch.no_grad():
-            return run(*parts_of(a), *parts_of(b), offs=offs, out_dtype=out_dtype)  # type: ignore[no-any-return]
+            return run(*parts_of(a), *parts_of(b), offs=ends, out_dtype=out_dtype)  # type: ignore[no-any-return]
 
     return replays.run(known, product, inputs)  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def check_offsets(offs: torch.Tensor, groups: int | None, x: MXTensor | torch.Tensor) -> None:
-    """ValueError unless ``offs`` holds ``groups`` non-decreasing group ends within the rows of ``x``. On a GPU the ends
-    are checked there, by an assertion that the host does not wait for."""
+def check_offsets(offs: torch.Tensor, groups: int | None, x: MXTensor | torch.Tensor) -> torch.Tensor:
+    """``offs``; ValueError unless it holds ``groups`` non-decreasing group ends within the rows of ``x``. On a GPU the
+    ends are checked there, by an assertion that the host does not wait for."""
     wanted = "[G]" if groups is None else f"({groups},)"
     right = offs.ndim == 1 if groups is None else tuple(offs.shape) == (groups,)
     if offs.dtype not in (torch.int32, torch.int64) or not right:
         raise ValueError(f"offs is {offs.dtype} of shape {tuple(offs.shape)}: use int32 or int64 of shape {wanted}")
     if offs.device != x.device:
         raise ValueError(f"offs is on {offs.device}, the rows it divides on {x.device}")
-    dispatch.resolve("check_offsets", "auto", offs.device)(offs, x.shape[0])
+    checked: torch.Tensor = dispatch.resolve("check_offsets", "auto", offs.device)(offs, x.shape[0])
+    return checked
 
 
 def _detached(x: torch.Tensor) -> torch.Tensor:

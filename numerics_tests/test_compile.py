@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mxfp8
 from mxfp8 import dispatch, fused
-from mxfp8.recipe import RECIPES
+from mxfp8.recipe import RECIPES, LinearRecipe
 from mxfp8.rng import get_step, set_step
+from numerics_tests.composition import ALL_RECIPES
 from numerics_tests.oracles import RULES
 from numerics_tests.test_fused import bits, flat
 from numerics_tests.test_linear import make, run, same
@@ -33,8 +34,8 @@ class Counter:
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 
-@recipes
-def test_whole_graph_equals_eager(recipe: str, device: torch.device) -> None:
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+def test_whole_graph_equals_eager(recipe: LinearRecipe, device: torch.device) -> None:
     layer, x, dy = make(recipe, device=device), torch.randn(33, 64, device=device), torch.randn(33, 96, device=device)
     want = run(layer, x, dy)
     layer.zero_grad()
@@ -94,22 +95,6 @@ def test_row_counts_do_not_recompile(device: torch.device) -> None:
         assert torch.equal(fast(x), wgrad_operand(x))
         graphs.append(counter.graphs)
     assert graphs[3] == graphs[-1]
-
-
-def test_group_sizes_do_not_recompile(device: torch.device) -> None:
-    """Group ends are data: the layer runs outside the graph, and 20 batches compile what two do."""
-    layer, counter = mxfp8.MXFP8GroupedLinear(3, 64, 32, device=device), Counter()
-
-    def net(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        return torch.relu(layer(x * 2, offs))
-
-    fast, x = torch.compile(net, backend=counter), torch.randn(60, 64, device=device)
-    graphs = []
-    for i in range(20):
-        offs = torch.tensor([i, 20 + i, 40 + i], dtype=torch.int32, device=device)
-        assert torch.equal(fast(x, offs), net(x, offs))
-        graphs.append(counter.graphs)
-    assert graphs[1] == graphs[-1]
 
 
 def test_checkpointing_a_compiled_layer(device: torch.device) -> None:

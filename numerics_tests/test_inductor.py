@@ -1,6 +1,8 @@
 """``torch.compile`` with Inductor, its default backend, on a GPU: whole graphs with the bits of eager, also as CUDA
 graphs. What :mod:`test_compile` asks of graphs, with the code generator that users get."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -73,6 +75,17 @@ def test_as_cuda_graphs() -> None:
         assert agree(got, run(layer, x, dy), dy), i
         with torch.no_grad():
             layer.weight.mul_(1.5)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_coalesced", "mxfp8_rceil", "mxfp8_robust"])
+def test_a_layer_of_groups_has_the_bits_of_eager(recipe: str) -> None:
+    layer = mxfp8.MXFP8GroupedLinear(4, 128, 96, device=D, dtype=torch.bfloat16, recipe=recipe)
+    compiled = torch.compile(layer, fullgraph=True)
+    for sizes in ([5, 0, 27, 64], [0, 96, 0, 0], [1, 2, 3, 4]):
+        x, dy = (torch.randn(96, n, device=D, dtype=torch.bfloat16) for n in (128, 96))
+        offs = torch.tensor(sizes, device=D).cumsum(0).to(torch.int32)
+        got, want = (step(layer, functools.partial(call, offs=offs), x, dy) for call in (compiled, layer))
+        assert same(got, want)
 
 
 def test_fused_ops() -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from mxfp8.dispatch import compiled, compiled_fused
+from mxfp8.dispatch import compiled, compiled_fused, compiled_grouped
 from mxfp8.reference.attention import block_attention, generalized_attention, jagged_attention
 from mxfp8.reference.fused import (
     activation_quantize,
@@ -146,8 +146,9 @@ def resolve(op: str, backend: str, device: torch.device) -> Callable[..., Any]:
     elif backend != "reference":
         _require(op, backend, device.type)
     if torch.compiler.is_compiling():
-        if op in compiled_fused.OPERATORS:
-            return functools.partial(compiled_fused.OPERATORS[op], backend)
+        for module in (compiled_fused, compiled_grouped):
+            if op in module.OPERATORS:
+                return functools.partial(module.OPERATORS[op], backend)
         if backend != "reference" and op in compiled.OPERATORS:
             return functools.partial(compiled.OPERATORS[op], backend)
     return _functions[op, backend]

@@ -15,7 +15,7 @@ import torch
 from mxfp8.formats import BlockShape, ElementFormat, Rounding, ScaleRule, get_format
 from mxfp8.rng import RngKey
 
-__all__ = ["OPERATORS", "as_bytes", "kernel", "layout"]
+__all__ = ["OPERATORS", "as_bytes", "kernel", "key_of", "layout", "words_of"]
 
 # Written as one schema each: the annotations of custom_op know neither enums nor dataclasses.
 _QUANTIZE = (
@@ -62,13 +62,13 @@ def _quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     q, s = kernel("quantize", backend, x.device)(
         x, axis=axis, fmt=get_format(fmt), block=(block[0], block[1]), scale_rule=ScaleRule(scale_rule),
-        rounding=Rounding(rounding), key=_key(key, step), satfinite=satfinite,
+        rounding=Rounding(rounding), key=key_of(key, step), satfinite=satfinite,
     )  # fmt: skip
     return q.view(torch.uint8), s
 
 
-def _key(words: list[int], step: torch.Tensor | None) -> RngKey | None:
-    """Inverse of :func:`_words`."""
+def key_of(words: list[int], step: torch.Tensor | None) -> RngKey | None:
+    """Inverse of :func:`words_of`."""
     if not words:
         return None
     low, high, stream, row_offset, col_offset = words
@@ -117,7 +117,7 @@ def _hadamard_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     q, s = kernel("hadamard_quantize", backend, x.device)(
         x, axis=axis, size=size, signs=signs[1] << 32 | signs[0], fmt=get_format(fmt), block=(block[0], block[1]),
-        scale_rule=ScaleRule(scale_rule), rounding=Rounding(rounding), key=_key(key, step), satfinite=satfinite,
+        scale_rule=ScaleRule(scale_rule), rounding=Rounding(rounding), key=key_of(key, step), satfinite=satfinite,
     )  # fmt: skip
     return q.view(torch.uint8), s
 
@@ -158,12 +158,12 @@ def quantize(
     rounding: Rounding, key: RngKey | None, satfinite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     q, s = torch.ops.mxfp8.quantize(
-        x, axis, fmt.name, block, scale_rule.value, rounding.value, *_words(key, rounding), satfinite, backend
+        x, axis, fmt.name, block, scale_rule.value, rounding.value, *words_of(key, rounding), satfinite, backend
     )
     return q.view(fmt.dtype), s
 
 
-def _words(key: RngKey | None, rounding: Rounding) -> tuple[list[int], torch.Tensor | None]:
+def words_of(key: RngKey | None, rounding: Rounding) -> tuple[list[int], torch.Tensor | None]:
     """A key as operators take it: integers, and the step as a tensor, which may change from call to call."""
     if key is None or rounding is not Rounding.STOCHASTIC:
         return [], None
@@ -190,7 +190,7 @@ def hadamard_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     q, s = torch.ops.mxfp8.hadamard_quantize(
         x, axis, size, [signs & 0xFFFFFFFF, signs >> 32], fmt.name, block, scale_rule.value, rounding.value,
-        *_words(key, rounding), satfinite, backend,
+        *words_of(key, rounding), satfinite, backend,
     )  # fmt: skip
     return q.view(fmt.dtype), s
 

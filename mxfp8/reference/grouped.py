@@ -21,8 +21,9 @@ from mxfp8.tensor import block_rc, rounded, scale_shape
 __all__ = ["check_offsets", "grouped_wgrad", "padded_rows", "quantize_grouped", "step_of", "true_ends"]
 
 
-def check_offsets(offs: torch.Tensor, rows: int) -> None:
-    """ValueError unless ``offs`` holds group ends that do not decrease, within 0..``rows``. Reads them on the host."""
+def check_offsets(offs: torch.Tensor, rows: int) -> torch.Tensor:
+    """``offs``; ValueError unless it holds group ends that do not decrease, within 0..``rows``. Reads them on the
+    host."""
     before = 0
     for g, end in enumerate(offs.tolist()):
         if not before <= end <= rows:
@@ -30,6 +31,7 @@ def check_offsets(offs: torch.Tensor, rows: int) -> None:
                 f"offs[{g}] is {end}, after {before}: group ends must not decrease and must stay in 0..{rows}"
             )
         before = end
+    return offs
 
 
 def true_ends(offs: torch.Tensor, rows: int) -> list[int]:
