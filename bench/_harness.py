@@ -182,6 +182,14 @@ def device_name(device: torch.device) -> str:
     return f"{model}, torch threads: {torch.get_num_threads()}"
 
 
+def jagged(rows: int, groups: int, device: torch.device) -> torch.Tensor:
+    """Ends of groups of random sizes, the largest about six times the smallest."""
+    ends = (torch.rand(groups, device=device) + 0.2).cumsum(0)
+    offs = (ends / ends[-1] * rows).to(torch.int32)
+    offs[-1] = rows
+    return offs
+
+
 def package_version(name: str) -> str | None:
     """The installed version, or None."""
     try:

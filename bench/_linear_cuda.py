@@ -7,6 +7,8 @@ coalesced             ``MXFP8Linear``, blocks of 128 on FP8 tensor cores        
 square, exact         32x32 weights, 1x32 everywhere: BF16 tensor cores           ``bf16``
 small                 as coalesced, narrower than policies.recsys converts        ``bf16``
 eager                 as coalesced, without a graph                               ``graphed``: with one
+grouped               ``MXFP8GroupedLinear``, 8 groups of random sizes            ``bf16``: _grouped_mm
+grouped_eager         the same without a graph                                    ``graphed``: with one
 mlp_fused             ``MXFP8MLP``: RMSNorm, linear, SiLU, linear                 ``bf16``: torch.compile
 mlp_fused_kept        the same with ``recompute=False``                           ``bf16``
 mlp_eager             as mlp_fused, without a graph                               ``graphed``
@@ -37,7 +39,10 @@ from bench._harness import Row, Timing, Variant
 from mxfp8.metrics import sqnr_db
 
 RECIPES = {"coalesced": "mxfp8_coalesced", "square": "mxfp8_square", "exact": "mxfp8_rceil"}
-CASES = (*RECIPES, "small", "eager", "mlp_fused", "mlp_fused_kept", "mlp_eager", "memory_kept", "memory_peak_mlp6")
+CASES = (
+    *RECIPES, "small", "eager", "grouped", "grouped_eager", "mlp_fused", "mlp_fused_kept", "mlp_eager",
+    "memory_kept", "memory_peak_mlp6",
+)  # fmt: skip
 
 # A product of E4M3 operands has 28.5 dB or more, less 1.5 dB; through two of them and a norm 25.0 dB, less 2 dB.
 MIN_SQNR_DB = {"linear": 27.0, "mlp": 23.0}
@@ -47,11 +52,13 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Rows of every input, widths of the square layers, width and hidden width of the MLP, depth of its stack."""
+    """Rows of every input, widths of the square layers, groups of rows, width and hidden width of the MLP, depth of
+    its stack."""
 
     rows: int = 65536
     widths: tuple[int, ...] = (1024, 2048, 4096)
     small: int = 512
+    groups: int = 8
     mlp: tuple[int, int] = (1024, 4096)
     depth: int = 6
 
@@ -79,6 +86,9 @@ def cases(
     if recipes or "eager" in wanted:
         for width in sizes.widths:
             table += linear_rows(device, seconds, sizes.rows, width, recipes, "eager" in wanted, peers)
+    if wanted & {"grouped", "grouped_eager"}:
+        for width in sizes.widths:
+            table += grouped_rows(device, seconds, sizes, width, wanted)
     if "small" in wanted:
         table += linear_rows(device, seconds, sizes.rows, sizes.small, {"small": "mxfp8_coalesced"}, False, False)
     return table
@@ -90,7 +100,7 @@ def cases(
 def fwd_bwd(module: nn.Module, x: Tensor, dy: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
     """Output, then the gradients of the input and of all parameters. Quantised weights are dropped first: a training
     step casts them anew. ``run`` is what to call instead of ``module`` (a compiled one)."""
-    if isinstance(module, mxfp8.MXFP8Linear | mxfp8.MXFP8MLP):
+    if isinstance(module, mxfp8.MXFP8Linear | mxfp8.MXFP8GroupedLinear | mxfp8.MXFP8MLP):
         module.clear_cache()
     y = module(x) if run is None else run(x)
     return [y, *torch.autograd.grad(y, (x, *module.parameters()), dy)]
@@ -159,6 +169,41 @@ def linear_rows(
         ours = [variant for variant in variants if variant.name in recipes]
         for name, build in peer_layers(bf16.weight).items():
             table += peer_rows(name, build, ours, x, dy, shape, seconds)
+    del variants, steps
+    free(device)
+    return table
+
+
+class GroupedLinear(nn.Module):
+    """The rows of each group times the group's matrix, in BF16 by torch."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight.mT, offs=offs)
+
+
+def grouped_rows(device: torch.device, seconds: float, sizes: Sizes, width: int, wanted: frozenset[str]) -> list[Row]:
+    torch.manual_seed(0)
+    x = torch.randn(sizes.rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(sizes.rows, width, device=device, dtype=torch.bfloat16)
+    offs = _harness.jagged(sizes.rows, sizes.groups, device)
+    ours = mxfp8.MXFP8GroupedLinear(
+        sizes.groups, width, width, device=device, dtype=torch.bfloat16, recipe="mxfp8_coalesced"
+    )
+    layers = {"bf16": GroupedLinear(ours.weight), "grouped": ours}
+    steps = {name: partial(fwd_bwd, layer, x, dy, partial(layer, offs=offs)) for name, layer in layers.items()}
+    check(f"grouped at {width}", MIN_SQNR_DB["linear"], steps["grouped"](), steps["bf16"]())
+    variants = [Variant(name=name, call=graphed(step, device)) for name, step in steps.items()]
+    if "grouped_eager" in wanted:
+        variants.append(Variant(name="grouped_eager", call=steps["grouped"]))
+    timings = _harness.time_variants(variants, device, seconds)
+    shape = f"{sizes.rows}x{width}x{width}"
+    table = [time_row("grouped", shape, timings, "bf16", device)] if "grouped" in wanted else []
+    if "grouped_eager" in wanted:
+        table.append(time_row("grouped_eager", shape, timings, "grouped", device, label="graphed"))
     del variants, steps
     free(device)
     return table

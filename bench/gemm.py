@@ -181,14 +181,6 @@ def grouped_products(
     return found
 
 
-def jagged(rows: int, device: torch.device) -> Tensor:
-    """Ends of ``GROUPS`` groups of random sizes, the largest about six times the smallest."""
-    ends = (torch.rand(GROUPS, device=device) + 0.2).cumsum(0)
-    offs = (ends / ends[-1] * rows).to(torch.int32)
-    offs[-1] = rows
-    return offs
-
-
 def parse_shapes(text: str) -> list[tuple[int, int, int]]:
     """``"MxNxK,..."`` as tuples.
 
@@ -226,7 +218,7 @@ def main(
         defaults = GROUPED_SHAPES if grouped else SHAPES
         for m, n, k in parse_shapes(shapes or defaults[target.type]) if chosen else ():
             if grouped:
-                offs = jagged(m, target)
+                offs = _harness.jagged(m, GROUPS, target)
                 ours, theirs = grouped_products(m, n, k, chosen, backend, offs), grouped_baselines(m, n, k, offs)
             else:
                 ours, theirs = products(m, n, k, chosen, backend, target), baselines(m, n, k, target)

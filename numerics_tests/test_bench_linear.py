@@ -11,7 +11,7 @@ import mxfp8
 cuda_cases = pytest.importorskip("bench._linear_cuda", reason="bench/ is not installed: run the suite from a checkout")
 linear = pytest.importorskip("bench.linear", reason="bench/ is not installed: run the suite from a checkout")
 
-SIZES = cuda_cases.Sizes(rows=512, widths=(128, 256), small=128, mlp=(128, 256), depth=2)
+SIZES = cuda_cases.Sizes(rows=512, widths=(128, 256), small=128, mlp=(128, 256), depth=2, groups=3)
 CPU = torch.device("cpu")
 
 
@@ -30,7 +30,8 @@ def test_every_case_gives_its_row(capsys: pytest.CaptureFixture[str]) -> None:
     found = {(row.case, row.shape, row.baseline, row.unit) for row in rows}
     squares = [f"512x{width}x{width}" for width in SIZES.widths]
     expected = {(case, shape, "bf16", "us") for case in cuda_cases.RECIPES for shape in squares}
-    expected |= {("eager", shape, "graphed", "us") for shape in squares}
+    expected |= {(case, shape, "graphed", "us") for case in ("eager", "grouped_eager") for shape in squares}
+    expected |= {("grouped", shape, "bf16", "us") for shape in squares}
     expected |= {("small", "512x128x128", "bf16", "us"), ("mlp_eager", "512x128x256", "graphed", "us")}
     expected |= {(case, "512x128x256", "bf16", "us") for case in ("mlp_fused", "mlp_fused_kept")}
     expected |= {("memory_kept", "512x128x128", "bf16", "MiB"), ("memory_peak_mlp6", "512x128x256", "bf16", "MiB")}
@@ -76,13 +77,13 @@ def test_a_peer_that_fails_says_why_and_the_others_go_on(
     assert "bad at 64x64x64 left out: ImportError: no such kernel" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("case", ["coalesced", "mlp_fused"])
+@pytest.mark.parametrize("case", ["coalesced", "grouped", "mlp_fused"])
 def test_a_wrong_result_is_not_timed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = cuda_cases.fwd_bwd
 
     def wrong(module: nn.Module, *args: object) -> list[torch.Tensor]:
         found = right(module, *args)
-        ours = isinstance(module, mxfp8.MXFP8Linear | mxfp8.MXFP8MLP)
+        ours = isinstance(module, mxfp8.MXFP8Linear | mxfp8.MXFP8GroupedLinear | mxfp8.MXFP8MLP)
         return [*found[:-1], found[-1] * 1.1] if ours else found
 
     monkeypatch.setattr(cuda_cases, "fwd_bwd", wrong)
