@@ -60,12 +60,13 @@ def find_group(offs_ptr, index, M, G, BM: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def find_step(offs_ptr, index, M, G, STEP: tl.constexpr, GROUPS: tl.constexpr):
+def find_step(offs_ptr, index, M, G, STEP: tl.constexpr, GROUPS: tl.constexpr, TRAILING: tl.constexpr = 0):
     """``(first row, end of the group's rows, g, starts)`` of the ``index``-th piece of ``STEP`` rows, where groups are
-    padded to whole pieces; 0 and 0 past the last group. ``starts`` (int32 ``[GROUPS]``): where each group starts among
-    padded rows, and for ``g`` = G where the last one ends."""
+    padded to whole pieces; 0 and 0 past the last group, or with ``TRAILING`` = 1 past the rows that follow it.
+    ``starts`` (int32 ``[GROUPS]``): where each group starts among padded rows, and for ``g`` = G where the last one
+    ends."""
     g, starts, ends = group_bounds(offs_ptr, M, G, GROUPS)
-    pieces = tl.where(g < G, tl.cdiv(ends - starts, STEP), 0)
+    pieces = tl.where(g < G + TRAILING, tl.cdiv(ends - starts, STEP), 0)
     after = tl.cumsum(pieces, 0)
     before = after - pieces
     here = ((before <= index) & (index < after)).to(tl.int32)

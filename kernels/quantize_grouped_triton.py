@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,9 @@ from ._device import element_codes, encode, rounded_by_chance, to_float32
 from ._groups import find_step, lanes
 from ._launch import aligned, launch, triton_why_not
 from .hadamard_triton import rotated
-from .quantize_triton import hardware, random_of, readable, scaled_tile
+from .quantize_triton import hardware, quantize, random_of, readable, scaled_tile
 
-__all__ = ["quantize_grouped", "why_not"]
+__all__ = ["quantize_both_grouped", "quantize_grouped", "why_not"]
 
 
 def why_not(kind: str) -> str | None:
@@ -147,3 +148,27 @@ def tile(step: int, block: tuple[int, int], noisy: bool) -> tuple[int, int]:
     bk = max(block[0], 4096 // step, 32)
     warps = step * bk // 1024
     return bk, 2 * warps if noisy and block == (128, 128) else warps
+
+
+def quantize_both_grouped(
+    x: torch.Tensor, offs: torch.Tensor, *, fmt: Any, block: tuple[int, int], column_block: tuple[int, int],
+    scale_rule: Any, satfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``(qdata, scale)`` of all rows along -1 in ``block``, then what :func:`quantize_grouped` gives in
+    ``column_block``."""
+    return in_two_passes(
+        quantize_grouped, x, offs, fmt=fmt, block=block, column_block=column_block, scale_rule=scale_rule,
+        satfinite=satfinite,
+    )  # fmt: skip
+
+
+def in_two_passes(
+    columns: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]], x: torch.Tensor, offs: torch.Tensor, *,
+    fmt: Any, block: tuple[int, int], column_block: tuple[int, int], scale_rule: Any, satfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """:func:`quantize_both_grouped`, by the plain cast and ``columns``."""
+    rest: dict[str, Any] = {
+        "fmt": fmt, "scale_rule": scale_rule, "rounding": "nearest", "key": None, "satfinite": satfinite
+    }  # fmt: skip
+    rows = quantize(x, axis=-1, block=block, **rest)
+    return *rows, *columns(x, offs, block=column_block, hadamard=None, hadamard_seed=0, **rest)

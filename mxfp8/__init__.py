@@ -9,7 +9,7 @@ from mxfp8.dispatch import explain, is_available
 from mxfp8.epilogue import gemm_quantize
 from mxfp8.formats import E4M3, E5M2, ElementFormat, Rounding, ScaleRule
 from mxfp8.grouped import MXFP8GroupedLinear
-from mxfp8.grouped_ops import MXGroups, grouped_wgrad, quantize_grouped
+from mxfp8.grouped_ops import MXGroups, grouped_wgrad, quantize_both_grouped, quantize_grouped
 from mxfp8.linear import MXFP8Linear
 from mxfp8.mlp import MXFP8MLP
 from mxfp8.ops import gemm, grouped_gemm, hadamard, quantize, quantize_both
@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     # formats and casts
     "E4M3", "E5M2", "ElementFormat", "MXGroups", "MXTensor", "RngKey", "Rounding", "ScaleRule", "cat", "hadamard",
-    "quantize", "quantize_both", "quantize_grouped", "recoalesce", "recoalesce_loss",
+    "quantize", "quantize_both", "quantize_both_grouped", "quantize_grouped", "recoalesce", "recoalesce_loss",
     # matrix products and attention
     "block_attention", "gemm", "gemm_quantize", "generalized_attention", "grouped_gemm", "grouped_wgrad",
     "jagged_attention",

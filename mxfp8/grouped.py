@@ -26,6 +26,7 @@ from mxfp8.linear import (
     Operand,
     Plan,
     differentiable_once,
+    fusible,
     layer_plan,
     pack_weights,
     prepare,
@@ -81,12 +82,14 @@ def _forward(
     plan: Plan, x: torch.Tensor, weight: Operand, offs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """``y``, then the input as wgrad will multiply it (starts, elements, scales) if it is kept so."""
-    offs = ops.check_offsets(offs, weight.shape[0], x)
-    y = _grouped(plan, "fprop", plan.cast(x, "fprop", "input", axis=-1), weight, offs, x.dtype)
-    if not (plan.needs_wgrad and plan.recipe.saves_mx_activations):
+    offs, groups = ops.check_offsets(offs, weight.shape[0], x), None
+    if plan.needs_wgrad and plan.recipe.saves_mx_activations:
+        x_fprop, groups = _cast_both(plan, x, offs, "fprop", "input")
+    else:
+        x_fprop = plan.cast(x, "fprop", "input", axis=-1)
+    y = _grouped(plan, "fprop", x_fprop, weight, offs, x.dtype)
+    if not isinstance(groups, MXGroups):
         return y, None, None, None
-    groups = _cast(plan, x, offs, "input")
-    assert isinstance(groups, MXGroups)
     return y, groups.starts, groups.q.qdata, groups.q.scale_bytes
 
 
@@ -96,9 +99,17 @@ def _backward(
     """The gradients of ``x`` and of the weight, each None if it is not needed."""
     recipe, saved = plan.recipe, list(kept)
     dx = dw = None
+    dy_dgrad: Operand = dy
+    dy_wgrad: MXGroups | torch.Tensor = dy
+    if plan.needs_dgrad and plan.needs_wgrad:
+        dy_dgrad, dy_wgrad = _cast_both(plan, dy, offs, "dgrad", "grad_output")
+    elif plan.needs_dgrad:
+        dy_dgrad = plan.cast(dy, "dgrad", "grad_output", -1)
+    elif plan.needs_wgrad:
+        dy_wgrad = _cast(plan, dy, offs, "grad_output")
     if plan.needs_dgrad:
         w_dgrad = restore(saved, recipe.dgrad.rhs, -2)
-        dx = _grouped(plan, "dgrad", plan.cast(dy, "dgrad", "grad_output", -1), w_dgrad.mT, offs, dtypes[0])
+        dx = _grouped(plan, "dgrad", dy_dgrad, w_dgrad.mT, offs, dtypes[0])
     if plan.needs_wgrad:
         x_wgrad: MXGroups | torch.Tensor
         if recipe.saves_mx_activations:
@@ -108,7 +119,7 @@ def _backward(
             x_wgrad = MXGroups(q, starts)
         else:
             x_wgrad = _cast(plan, saved[0], offs, "input")
-        dw = _wgrad(plan, _cast(plan, dy, offs, "grad_output"), x_wgrad, offs, dtypes[1])
+        dw = _wgrad(plan, dy_wgrad, x_wgrad, offs, dtypes[1])
     return dx, dw
 
 
@@ -147,13 +158,40 @@ def _cast(plan: Plan, x: torch.Tensor, offs: torch.Tensor, operand: str) -> MXGr
         key=plan.random_key("wgrad", operand) if spec.rounding == "stochastic" else None,
     )  # fmt: skip
     groups = groups_of(parts, fmt, spec.block)
-    if observe.active():
-        for (start, stop), q in zip(_ranges(offs), _each_cast(groups, offs, spec.hadamard), strict=True):
-            rows = x[start:stop]
-            if spec.hadamard is not None:
-                rows = ops.hadamard(rows, -2, spec.hadamard, plan.recipe.seed)
-            plan.watch_cast("wgrad", operand, rows, q)
+    _watch_casts(plan, x, offs, operand, groups, spec.hadamard)
     return groups
+
+
+def _cast_both(
+    plan: Plan, x: torch.Tensor, offs: torch.Tensor, gemm: str, operand: str
+) -> tuple[Operand, MXGroups | torch.Tensor]:
+    """``x`` as ``gemm`` multiplies it, along its rows, and as wgrad does; in one pass if the two casts differ only in
+    their blocks."""
+    first, second = plan.spec(gemm, operand), plan.spec("wgrad", operand)
+    if first is None or second is None or not fusible(first, second):
+        return plan.cast(x, gemm, operand, axis=-1), _cast(plan, x, offs, operand)
+    fmt = get_format(first.fmt)
+    qdata, scale, *columns = dispatch.resolve("quantize_both_grouped", "auto", x.device)(
+        x, offs, fmt=fmt, block=first.block, column_block=second.block, scale_rule=get_scale_rule(first.scale_rule),
+        satfinite=False,
+    )  # fmt: skip
+    q, groups = MXTensor.trusted(qdata, scale, fmt, -1, first.block), groups_of(columns, fmt, second.block)
+    plan.watch_cast(gemm, operand, x, q)
+    _watch_casts(plan, x, offs, operand, groups, None)
+    return q, groups
+
+
+def _watch_casts(
+    plan: Plan, x: torch.Tensor, offs: torch.Tensor, operand: str, groups: MXGroups, hadamard: int | None
+) -> None:
+    """Tell observers of a cast for wgrad, group by group."""
+    if not observe.active():
+        return
+    for (start, stop), q in zip(_ranges(offs), _each_cast(groups, offs, hadamard), strict=True):
+        rows = x[start:stop]
+        if hadamard is not None:
+            rows = ops.hadamard(rows, -2, hadamard, plan.recipe.seed)
+        plan.watch_cast("wgrad", operand, rows, q)
 
 
 def _wgrad(

@@ -6,6 +6,7 @@ On a GPU the ends of the groups are never read on the host: nothing waits, and a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from mxfp8.reference.hadamard import HADAMARD_SIZES
 from mxfp8.rng import RngKey
 from mxfp8.tensor import MXTensor, block_rc
 
-__all__ = ["MXGroups", "columns_of", "grouped_wgrad", "groups_of", "quantize_grouped"]
+__all__ = ["MXGroups", "columns_of", "grouped_wgrad", "groups_of", "quantize_both_grouped", "quantize_grouped"]
 
 
 class MXGroups(NamedTuple):
@@ -82,10 +83,7 @@ def quantize_grouped(
         known = replays.key("quantize_grouped", (x, offs), fmt, block, scale_rule, satfinite, backend)
         if (made := replays.again(known, x, offs)) is not None:
             return groups_of(made, get_format(fmt), get_block(block))
-    if x.ndim != 2:
-        raise ValueError(f"quantize_grouped takes x[M, C], not {tuple(x.shape)}")
-    if x.dtype not in ops.FLOAT_DTYPES:
-        raise TypeError(f"quantize_grouped takes a float32, bfloat16, float16 or float64 tensor, not {x.dtype}")
+    _check_rows("quantize_grouped", x)
     mode, key = get_rounding(rounding), RngKey(seed=seed) if isinstance(seed, int) else seed
     if mode is Rounding.STOCHASTIC and not isinstance(key, RngKey):
         raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
@@ -104,9 +102,62 @@ def quantize_grouped(
     return groups_of(replays.run(known, cast, (x, offs)), form, block)
 
 
-def groups_of(
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], fmt: ElementFormat, block: BlockShape
-) -> MXGroups:
+def quantize_both_grouped(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    fmt: str | ElementFormat = "e4m3",
+    block: BlockShape = (1, 32),
+    column_block: BlockShape | None = None,
+    scale_rule: str | ScaleRule = "rceil",
+    backend: str = "auto",
+    *,
+    satfinite: bool = False,
+) -> tuple[MXTensor, MXGroups]:
+    """Quantise ``x`` along its rows, and the rows of each group along their columns, reading it once: what a training
+    step needs of the input and of the gradient of a grouped product.
+
+    Args:
+        x, offs: as :func:`quantize_grouped`. Rows past ``offs[-1]`` are cast along rows only.
+        block: of the copy along axis -1.
+        column_block: of the copy along axis -2; default: ``block``.
+        fmt, scale_rule, backend, satfinite: of both, as :func:`mxfp8.quantize`.
+
+    Returns:
+        ``(quantize(x, -1, ..., block), quantize_grouped(x, offs, ..., column_block))``, bit for bit.
+
+    Raises:
+        ValueError, TypeError: as :func:`quantize_grouped`.
+
+    **Numerics.** As :func:`mxfp8.quantize`, to nearest.
+    """
+    block = get_block(block)
+    column_block = block if column_block is None else get_block(column_block)
+    known = replays.key("quantize_both_grouped", (x, offs), fmt, block, column_block, scale_rule, satfinite, backend)
+    made = replays.again(known, x, offs)
+    form = get_format(fmt)
+    if made is None:
+        _check_rows("quantize_both_grouped", x)
+        rule = get_scale_rule(scale_rule)
+        run, x = dispatch.resolve("quantize_both_grouped", backend, x.device), x.detach()
+
+        def cast() -> tuple[torch.Tensor, ...]:
+            ends = ops.check_offsets(offs, None, x)
+            return run(  # type: ignore[no-any-return]
+                x, ends, fmt=form, block=block, column_block=column_block, scale_rule=rule, satfinite=satfinite
+            )
+
+        made = replays.run(known, cast, (x, offs))
+    return MXTensor.trusted(made[0], made[1], form, -1, block), groups_of(made[2:], form, column_block)
+
+
+def _check_rows(op: str, x: torch.Tensor) -> None:
+    if x.ndim != 2:
+        raise ValueError(f"{op} takes x[M, C], not {tuple(x.shape)}")
+    if x.dtype not in ops.FLOAT_DTYPES:
+        raise TypeError(f"{op} takes a float32, bfloat16, float16 or float64 tensor, not {x.dtype}")
+
+
+def groups_of(parts: Sequence[torch.Tensor], fmt: ElementFormat, block: BlockShape) -> MXGroups:
     """Of what a backend gives: elements, scale bytes, starts."""
     qdata, scale, starts = parts
     return MXGroups(MXTensor.trusted(qdata, scale, fmt, -2, block), starts)

@@ -67,19 +67,22 @@ def cast(block: tuple[int, int], hadamard: int | None, noisy: bool) -> Version:
     )  # fmt: skip
 
 
-def hopper_cast(block: tuple[int, int], x: str) -> Version:
+def hopper_cast(block: tuple[int, int], x: str, along: int = 0) -> Version:
+    """``along``: of blocks along rows that are made in the same pass, 0 for none."""
     rc = (block[1], block[0])
-    bm, bk, options = quantize_grouped_hopper.tile(rc, rc, False, 2048)
+    bm, bk, options = quantize_grouped_hopper.tile((1, along) if along else rc, rc, along > 0, 2048)
+    options = {name: n for name, n in options.items() if name == "num_warps" or x != "*fp32"}
     warps = options["num_warps"]
     return Version(
         kernel=quantize_grouped_hopper._kernel,
         constants={
-            "BM": bm, "BK": bk, "STEP": rc[0], "CB": rc[1], "FMT": 0, "RULE": 0, "SATFINITE": False, "WHOLE": False,
+            "BM": bm, "BK": bk, "STEP": rc[0], "CB": rc[1], "ALONG": along, "FMT": 0, "RULE": 0,
+            "SATFINITE": False, "WHOLE": False,
             "LA": quantize_grouped_hopper.row_layout(bk, 2, warps),
             "LB": quantize_grouped_hopper.column_layout(bm, bk, warps),
         },
         types={"x_ptr": x, "table_ptr": "*i32"},
-        odd=("pieces",),
+        odd=("pieces", "across", "s_r", "s_c"),
         options=options,
         instruction={HOPPER: r"STG\.E\.128"},
         gluon=True,
@@ -108,6 +111,14 @@ def around_torch(kernel: Any, constants: dict[str, int], store: str) -> Version:
     return Version(kernel=kernel, constants=constants, types=names, **rest)
 
 
+BOTH = [
+    (along, block)
+    for along in (32, 128, 256)
+    for block in ((1, 32), (1, 128), (1, 256), (32, 32), (128, 128))
+    if along * block[1] <= 128 * 128
+]
+
+
 def versions() -> Iterator[tuple[str, Make, tuple[int, ...]]]:
     both = (HOPPER, BLACKWELL)
     for block, noisy in itertools.product(((1, 32), (1, 128), (1, 256), (32, 32), (128, 128)), (False, True)):
@@ -126,6 +137,8 @@ def versions() -> Iterator[tuple[str, Make, tuple[int, ...]]]:
         return
     for block, x in itertools.product(((1, 32), (1, 128), (1, 256), (32, 32), (128, 128)), ("*bf16", "*fp32")):
         yield f"quantize_grouped hopper {block} {x}", partial(hopper_cast, block, x), (HOPPER,)
+    for (along, block), x in itertools.product(BOTH, ("*bf16", "*fp32")):
+        yield f"both_grouped hopper {along} {block} {x}", partial(hopper_cast, block, x, along), (HOPPER,)
     for tile in ("TALL", "WIDE", "SMALL"):
         yield f"wgrad hopper {tile}", partial(hopper_weight_gradient, tile), (HOPPER,)
     for tile in ("WIDE", "SMALL"):
@@ -161,7 +174,7 @@ def test_offsets_are_checked_by_an_assertion(capability: int, tmp_path: Path) ->
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 def test_tables_spill_nothing(capability: int, tmp_path: Path) -> None:
     for kernel, constants, types, warps in (
-        (quantize_grouped_hopper._pieces_kernel, {"STEP": 32, "GROUPS": 64}, {"offs_ptr": "*i64"}, 1),
+        (quantize_grouped_hopper._pieces_kernel, {"STEP": 32, "GROUPS": 64, "TRAILING": 1}, {"offs_ptr": "*i64"}, 1),
         (grouped_gemm_hopper._table_kernel, {"BM": 192, "GROUPS": 64}, {"offs_ptr": "*i64"}, 1),
         (
             grouped_gemm_hopper._divided_table_kernel,

@@ -7,7 +7,8 @@ import mxfp8
 from mxfp8 import MXFP8GroupedLinear
 from mxfp8.rng import get_step, set_step
 from numerics_tests.test_compile import Counter, compiled
-from numerics_tests.test_grouped import RECIPES, ends, run
+from numerics_tests.test_fused import bits
+from numerics_tests.test_grouped import GROUPS, RECIPES, ends, run
 from numerics_tests.test_linear import same
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -41,6 +42,32 @@ def test_a_graph_serves_all_groups_and_one_more_all_rows(device: torch.device) -
             args = x, ends(sizes, device), dy
             assert same(fast_run(fast, layer, *args), run(layer, *args))
             assert counter.graphs == min(1 + i, 2)
+
+
+@pytest.mark.parametrize("hadamard", [None, 32])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("block", [(1, 32), (128, 128)])
+@pytest.mark.parametrize("sizes, rows", GROUPS.values(), ids=GROUPS.keys())
+def test_ops(
+    sizes: list[int], rows: int, block: tuple[int, int], rounding: str, hadamard: int | None, device: torch.device
+) -> None:
+    x, dy = torch.randn(rows, 128, device=device), torch.randn(rows, 48, device=device)
+    w = mxfp8.quantize(torch.randn(len(sizes), 48, 128, device=device), block=block)
+
+    def net(x: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor) -> list[torch.Tensor]:
+        how = {"block": block, "rounding": rounding, "hadamard": hadamard, "hadamard_seed": 2**40 + 1}
+        seed = 7 if rounding == "stochastic" else None
+        a, b = (mxfp8.quantize_grouped(t, offs, seed=seed, **how) for t in (dy, x))
+        rows, columns = mxfp8.quantize_both_grouped(x, offs, column_block=block)
+        y = mxfp8.grouped_gemm(rows, w, offs, torch.float32)
+        parts = [t for g in (a, b, columns) for t in (g.q.qdata, g.q.scale_bytes, g.starts)]
+        return [*parts, rows.qdata, rows.scale_bytes, y, mxfp8.grouped_wgrad(a, b), mxfp8.grouped_wgrad(a, x, offs)]
+
+    args = x, dy, ends(sizes, device)
+    for got, want in zip(compiled(net)(*args), net(*args), strict=True):
+        assert got.dtype == want.dtype
+        assert got.stride() == want.stride()
+        assert torch.equal(bits(got), bits(want))
 
 
 def test_what_surrounds_a_layer_is_in_its_graph(device: torch.device) -> None:
@@ -80,7 +107,9 @@ def test_bad_groups_are_refused_in_a_graph() -> None:
             fast(x, torch.tensor(offs, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("op", ["check_offsets", "quantize_grouped", "grouped_gemm", "grouped_wgrad"])
+@pytest.mark.parametrize(
+    "op", ["check_offsets", "quantize_grouped", "quantize_both_grouped", "grouped_gemm", "grouped_wgrad"]
+)
 def test_operators_are_what_torch_expects(op: str, device: torch.device) -> None:
     """Schemas, fakes (with symbolic sizes, too) and tracing."""
     x, w = torch.randn(40, 64, device=device), mxfp8.quantize(torch.randn(3, 48, 64, device=device))
@@ -90,6 +119,7 @@ def test_operators_are_what_torch_expects(op: str, device: torch.device) -> None
     args = {
         "check_offsets": (offs, 40, backend),
         "quantize_grouped": (x, offs, "e4m3", (1, 32), "rceil", "nearest", [], None, False, None, [0, 0], backend),
+        "quantize_both_grouped": (x, offs, "e4m3", (1, 32), (1, 128), "rceil", False, backend),
         "grouped_gemm": (
             q.qdata.view(torch.uint8), q.scale_bytes, (1, 32), "e4m3",
             w.qdata.view(torch.uint8), w.scale_bytes, (1, 32), "e4m3", offs, torch.float32, backend,

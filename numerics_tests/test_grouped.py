@@ -233,6 +233,29 @@ def test_cast_of_each_group_alone(sizes, rows: int, block, rounding: str, hadama
     assert not q.scale_bytes[at // block[1] :].any()
 
 
+@groups
+@pytest.mark.parametrize("block", [(1, 32), (1, 128), (1, 256), (32, 32), (128, 128)], ids=str)
+@pytest.mark.parametrize("column_block", [(1, 32), (1, 128), (1, 256), (32, 32), (128, 128)], ids=str)
+@pytest.mark.parametrize("width, offset", [(80, 0), (272, 0), (544, 16), (97, 3)])
+def test_both_casts_in_one_pass(
+    sizes, rows: int, block, column_block, width: int, offset: int, device: torch.device
+) -> None:
+    """Rows of no group, too, are cast along themselves; of other widths, and of rows that are not aligned, in two."""
+    x = torch.randn(rows, width + offset, device=device).bfloat16()[:, offset:]
+    x[1:2, 5], x[sum(sizes) + 1 :] = torch.nan, torch.inf
+    for t in (x, x.float() * 2.0**-126, x.half()):
+        for dtype, how in ((torch.int32, {}), (torch.int64, {"fmt": "e5m2", "scale_rule": "floor", "satfinite": True})):
+            offs = ends(sizes, device, dtype)
+            got, groups = mxfp8.quantize_both_grouped(t, offs, block=block, column_block=column_block, **how)
+            want = mxfp8.quantize(t, block=block, **how, backend="reference")
+            columns = mxfp8.quantize_grouped(t, offs, block=column_block, **how, backend="reference")
+            assert torch.equal(groups.starts, columns.starts)
+            for a, b in ((got, want), (groups.q, columns.q)):
+                assert (a.axis, a.block, a.qdata.dtype) == (b.axis, b.block, b.qdata.dtype)
+                assert torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
+                assert torch.equal(a.scale_bytes, b.scale_bytes)
+
+
 PAIRS = [((1, 32), (1, 32)), ((1, 128), (128, 128)), ((1, 256), (1, 256)), ((1, 32), (1, 128)), (None, (1, 32)),
          ((32, 32), None)]  # fmt: skip
 
@@ -275,6 +298,8 @@ def test_bad_operands_of_weight_gradients_are_named() -> None:
         mxfp8.grouped_wgrad(q, mxfp8.quantize_grouped(x, offs[1:]))
     for call, match in (
         (lambda: mxfp8.quantize_grouped(x[None], offs), r"takes x\[M, C\]"),
+        (lambda: mxfp8.quantize_both_grouped(x[None], offs), r"takes x\[M, C\]"),
+        (lambda: mxfp8.quantize_both_grouped(x, offs + 1), r"offs\[1\] is 8"),
         (lambda: mxfp8.quantize_grouped(x, offs, rounding="stochastic"), "needs seed"),
         (lambda: mxfp8.quantize_grouped(x, offs, hadamard=8), "hadamard is 8"),
         (lambda: mxfp8.quantize_grouped(x, offs + 1), r"offs\[1\] is 8"),
@@ -282,8 +307,9 @@ def test_bad_operands_of_weight_gradients_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             call()
-    with pytest.raises(TypeError, match=r"not torch\.int64"):
-        mxfp8.quantize_grouped(x.long(), offs)
+    for cast in (mxfp8.quantize_grouped, mxfp8.quantize_both_grouped):
+        with pytest.raises(TypeError, match=r"not torch\.int64"):
+            cast(x.long(), offs)
 
 
 @pytest.mark.gpu

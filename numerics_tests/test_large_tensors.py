@@ -57,9 +57,11 @@ def views(x: torch.Tensor, at: RngKey) -> Results:
 def grouped_casts(x: torch.Tensor, at: RngKey) -> Results:
     offs = torch.tensor([len(x) - TAIL, len(x)], device=x.device, dtype=torch.int32)
     for block in ((1, 32), (128, 128)):
-        q = mxfp8.quantize_grouped(x, offs, block=block).q
-        yield q.qdata.view(torch.uint8)[: len(x)]  # padding for other sizes of groups follows
-        yield q.scale_bytes[: len(x) // block[1]]
+        rows, columns = mxfp8.quantize_both_grouped(x, offs, column_block=block)
+        yield rows
+        for q in (columns.q, mxfp8.quantize_grouped(x, offs, block=block).q):
+            yield q.qdata.view(torch.uint8)[: len(x)]  # padding for other sizes of groups follows
+            yield q.scale_bytes[: len(x) // block[1]]
 
 
 def quantised_again(x: torch.Tensor, at: RngKey) -> Results:

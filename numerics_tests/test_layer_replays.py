@@ -78,7 +78,7 @@ def played(op: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor) 
 def layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Casts and products of the reference as kernels that can be recorded."""
     recorded(monkeypatch)
-    groups = ("check_offsets", "quantize_grouped", "grouped_gemm", "grouped_wgrad")
+    groups = ("check_offsets", "quantize_grouped", "quantize_both_grouped", "grouped_gemm", "grouped_wgrad")
     for op in ("quantize", "quantize_both", "gemm", *groups):
         plain = dispatch._functions[op, "reference"]
 
@@ -276,8 +276,8 @@ def test_grouped_passes_are_replayed_whatever_the_groups_are(recipe: str, grads:
         got = grouped_passes(layer, seed, sizes, 96, "input" in grads)
         if seed >= 2:
             wanted = len(grads.split(" and "))
-            # The check of the groups, and of the weight a single copy.
-            assert Played.direct - before == 2 + 2 * (1 + wanted) + ("weight" in grads)
+            # The check of the groups, casts of the weight (once), the input and the gradient, and the products.
+            assert Played.direct - before == 1 + 3 + 1 + wanted
         assert same(got, unseen(layer, seed, sizes, 96, "input" in grads))
     assert kinds()["grouped forward"] == kinds()["grouped backward"] == 1
 
@@ -305,7 +305,7 @@ def test_bad_groups_are_refused_beside_replays(layers: None) -> None:
     x = torch.randn(96, 64).bfloat16()
     calls = (
         lambda offs: layer(x, offs), lambda offs: mxfp8.grouped_gemm(a, b, offs),
-        lambda offs: mxfp8.quantize_grouped(x, offs),
+        lambda offs: mxfp8.quantize_grouped(x, offs), lambda offs: mxfp8.quantize_both_grouped(x, offs),
     )  # fmt: skip
     for call in calls:
         for _ in range(4):
@@ -316,21 +316,25 @@ def test_bad_groups_are_refused_beside_replays(layers: None) -> None:
         for offs in (torch.tensor([5.0, 5.0, 32.0, 96.0]), torch.tensor([[5, 5, 32, 96]])):
             with pytest.raises(ValueError, match="offs is"):
                 call(offs)
-    assert kinds().keys() >= {"grouped forward", "grouped_gemm", "quantize_grouped"}
+    assert kinds().keys() >= {"grouped forward", "grouped_gemm", "quantize_grouped", "quantize_both_grouped"}
 
 
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])
 def test_ops_on_groups_are_replayed(block: tuple[int, int], layers: None) -> None:
     assert_ops_replayed(torch.device("cpu"), block)
-    assert kinds() == {"quantize": 2, "quantize_grouped": 2, "grouped_gemm": 1, "grouped_wgrad": 1}
+    assert kinds() == OPS
+
+
+OPS = dict.fromkeys(("quantize", "quantize_grouped", "quantize_both_grouped", "grouped_gemm", "grouped_wgrad"), 1)
 
 
 def assert_ops_replayed(device: torch.device, block: tuple[int, int]) -> None:
     square = (128, 128) if block == (1, 128) else block
 
     def ops(x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> list[torch.Tensor]:
-        columns = [mxfp8.quantize_grouped(t, offs, block=block) for t in (dy, x)]
-        out = mxfp8.grouped_gemm(mxfp8.quantize(x, block=block), mxfp8.quantize(w, block=square), offs)
+        rows, right = mxfp8.quantize_both_grouped(x, offs, block=block)
+        columns = [mxfp8.quantize_grouped(dy, offs, block=block), right]
+        out = mxfp8.grouped_gemm(rows, mxfp8.quantize(w, block=square), offs)
         parts = [t for c in columns for t in (c.q.qdata.view(torch.uint8), c.q.scale_bytes, c.starts)]
         return [*parts, out, mxfp8.grouped_wgrad(*columns)]
 
@@ -375,7 +379,7 @@ def test_ops_on_groups_are_replayed_on_a_gpu(block: tuple[int, int], monkeypatch
     forgotten(monkeypatch)
     assert_ops_replayed(torch.device("cuda"), block)
     if block == (1, 128) and torch.cuda.get_device_capability() == (9, 0):
-        assert kinds() == {"quantize": 2, "quantize_grouped": 2, "grouped_gemm": 1, "grouped_wgrad": 1}
+        assert kinds() == OPS
 
 
 @pytest.mark.gpu

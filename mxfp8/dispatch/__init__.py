@@ -29,7 +29,7 @@ from mxfp8.reference.fused import (
     norm_quantize_backward,
 )
 from mxfp8.reference.gemm import gemm, gemm_quantize, grouped_gemm
-from mxfp8.reference.grouped import check_offsets, grouped_wgrad, quantize_grouped
+from mxfp8.reference.grouped import check_offsets, grouped_wgrad, quantize_both_grouped, quantize_grouped
 from mxfp8.reference.hadamard import hadamard, hadamard_quantize
 from mxfp8.reference.optim import adamw, rowwise_adagrad
 from mxfp8.reference.quantize import quantize, quantize_both
@@ -51,6 +51,7 @@ OPS = (
     "grouped_gemm",
     "grouped_wgrad",
     "quantize_grouped",
+    "quantize_both_grouped",
     "check_offsets",
     "jagged_attention",
     "generalized_attention",
@@ -74,6 +75,7 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {
     ("grouped_gemm", "reference"): grouped_gemm,
     ("grouped_wgrad", "reference"): grouped_wgrad,
     ("quantize_grouped", "reference"): quantize_grouped,
+    ("quantize_both_grouped", "reference"): quantize_both_grouped,
     ("check_offsets", "reference"): check_offsets,
     ("jagged_attention", "reference"): jagged_attention,
     ("generalized_attention", "reference"): generalized_attention,
@@ -90,6 +92,7 @@ _FILES = {
     "hadamard_quantize": "hadamard",
     "gemm_quantize": "gemm",
     "grouped_wgrad": "grouped_gemm",
+    "quantize_both_grouped": "quantize_grouped",
     "check_offsets": "grouped_gemm",
     "activation_quantize_backward": "activation_quantize",
     "norm_quantize_backward": "norm_quantize",

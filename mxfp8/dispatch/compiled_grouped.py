@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mxfp8.dispatch.compiled import as_bytes, kernel, key_of, words_of
+from mxfp8.dispatch.compiled import as_bytes, kernel, key_of, layout, words_of
 from mxfp8.formats import BlockShape, ElementFormat, Rounding, ScaleRule, get_format
 from mxfp8.reference.grouped import padded_rows, step_of
 from mxfp8.rng import RngKey
@@ -25,6 +25,10 @@ _CHECK = "(Tensor offs, SymInt rows, str backend) -> Tensor"
 _CAST = (
     "(Tensor x, Tensor offs, str fmt, int[] block, str scale_rule, str rounding, int[] key, Tensor? step, "
     "bool satfinite, int? hadamard, int[] signs, str backend) -> (Tensor, Tensor, Tensor)"
+)
+_BOTH = (
+    "(Tensor x, Tensor offs, str fmt, int[] block, int[] column_block, str scale_rule, bool satfinite, str backend) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _GEMM = (
     "(Tensor a, Tensor? a_scale, int[]? a_block, str? a_fmt, Tensor b, Tensor? b_scale, int[]? b_block, str? b_fmt, "
@@ -63,7 +67,13 @@ def _quantize_grouped(
 
 @_quantize_grouped.register_fake
 def _(x, offs, fmt, block, scale_rule, rounding, key, step, satfinite, hadamard, signs, backend):  # type: ignore[no-untyped-def]
-    block = block[0], block[1]
+    return _columns(x, offs, (block[0], block[1]), hadamard, backend)
+
+
+def _columns(
+    x: torch.Tensor, offs: torch.Tensor, block: BlockShape, hadamard: int | None, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Empty elements, scales and starts with the strides that a backend gives them."""
     rows, cols = padded_rows(x.shape[0], len(offs), step_of(block, hadamard)), x.shape[1]
     if backend == "reference":
         qdata = x.new_empty((rows, cols), dtype=torch.uint8)
@@ -71,6 +81,30 @@ def _(x, offs, fmt, block, scale_rule, rounding, key, step, satfinite, hadamard,
         qdata = x.new_empty((cols, rows), dtype=torch.uint8).t()
     scale = x.new_empty(scale_shape((rows, cols), block, -2), dtype=torch.uint8)
     return qdata, scale, x.new_empty(len(offs) + 1, dtype=torch.int32)
+
+
+@torch.library.custom_op("mxfp8::quantize_both_grouped", mutates_args=(), schema=_BOTH)
+def _quantize_both_grouped(
+    x: torch.Tensor, offs: torch.Tensor, fmt: str, block: list[int], column_block: list[int], scale_rule: str,
+    satfinite: bool, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    q, s, t, u, starts = kernel("quantize_both_grouped", backend, x.device)(
+        x, offs, fmt=get_format(fmt), block=(block[0], block[1]), column_block=(column_block[0], column_block[1]),
+        scale_rule=ScaleRule(scale_rule), satfinite=satfinite,
+    )  # fmt: skip
+    return q.view(torch.uint8), s, t.view(torch.uint8), u, starts
+
+
+@_quantize_both_grouped.register_fake
+def _(x, offs, fmt, block, column_block, scale_rule, satfinite, backend):  # type: ignore[no-untyped-def]
+    if backend == "reference":
+        rows = (
+            x.new_empty(x.shape, dtype=torch.uint8),
+            x.new_empty(scale_shape(x.shape, (block[0], block[1]), -1), dtype=torch.uint8),
+        )
+    else:
+        rows = layout(x.shape, x.device, -1, block)
+    return *rows, *_columns(x, offs, (column_block[0], column_block[1]), None, backend)
 
 
 def _side(x: torch.Tensor, scale: Maybe, block: list[int] | None, fmt: str | None) -> tuple[Any, ...]:
@@ -127,6 +161,16 @@ def quantize_grouped(
     return q.view(fmt.dtype), s, starts
 
 
+def quantize_both_grouped(
+    backend: str, x: torch.Tensor, offs: torch.Tensor, *, fmt: ElementFormat, block: BlockShape,
+    column_block: BlockShape, scale_rule: ScaleRule, satfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    q, s, t, u, starts = torch.ops.mxfp8.quantize_both_grouped(
+        x, offs, fmt.name, block, column_block, scale_rule.value, satfinite, backend
+    )
+    return q.view(fmt.dtype), s, t.view(fmt.dtype), u, starts
+
+
 def grouped_gemm(
     backend: str, a: torch.Tensor, a_scale: Maybe, a_block: BlockShape | None, b: torch.Tensor, b_scale: Maybe,
     b_block: BlockShape | None, *, offs: torch.Tensor, out_dtype: torch.dtype,
@@ -152,6 +196,7 @@ def grouped_wgrad(
 OPERATORS: dict[str, Callable[..., Any]] = {
     "check_offsets": check_offsets,
     "quantize_grouped": quantize_grouped,
+    "quantize_both_grouped": quantize_both_grouped,
     "grouped_gemm": grouped_gemm,
     "grouped_wgrad": grouped_wgrad,
 }

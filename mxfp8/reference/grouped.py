@@ -7,6 +7,7 @@ a buffer whose size the host knows without knowing where groups end.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -18,7 +19,15 @@ from mxfp8.reference.quantize import quantize
 from mxfp8.rng import RngKey
 from mxfp8.tensor import block_rc, rounded, scale_shape
 
-__all__ = ["check_offsets", "grouped_wgrad", "padded_rows", "quantize_grouped", "step_of", "true_ends"]
+__all__ = [
+    "check_offsets",
+    "grouped_wgrad",
+    "padded_rows",
+    "quantize_both_grouped",
+    "quantize_grouped",
+    "step_of",
+    "true_ends",
+]
 
 
 def check_offsets(offs: torch.Tensor, rows: int) -> torch.Tensor:
@@ -84,6 +93,24 @@ def quantize_grouped(
         starts.append(to + math.ceil(len(q) / step) * step)
         start = end
     return codes.view(fmt.dtype), scale, torch.tensor(starts, dtype=torch.int32, device=x.device)
+
+
+def quantize_both_grouped(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    fmt: ElementFormat,
+    block: BlockShape,
+    column_block: BlockShape,
+    scale_rule: ScaleRule,
+    satfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(qdata, scale)`` of all rows along -1, then what :func:`quantize_grouped` gives; contract in
+    :func:`mxfp8.quantize_both_grouped`."""
+    how: dict[str, Any] = {"fmt": fmt, "scale_rule": scale_rule, "rounding": Rounding.NEAREST, "key": None}
+    rows = quantize(x, axis=-1, block=block, satfinite=satfinite, **how)
+    columns = quantize_grouped(x, offs, block=column_block, satfinite=satfinite, hadamard=None, hadamard_seed=0, **how)
+    return *rows, *columns
 
 
 def grouped_wgrad(

@@ -67,6 +67,21 @@ def test_cast_of_any_dtype_format_stride_and_width_of_offsets() -> None:
         )
 
 
+@groups
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_both_casts_have_the_bits_of_the_reference(sizes, rows, block) -> None:
+    x, offs = torch.randn(rows, 80), ends(sizes)
+    x[3, 1], x[sum(sizes) :] = torch.nan, torch.inf
+    for how in ({}, {"fmt": "e5m2", "scale_rule": "even", "satfinite": True}):
+        (got, groups), (want, columns) = (
+            mxfp8.quantize_both_grouped(x, offs, column_block=block, backend=backend, **how)
+            for backend in ("triton", "reference")
+        )
+        same(groups, columns)
+        assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+        assert torch.equal(got.scale_bytes, want.scale_bytes)
+
+
 @pytest.mark.parametrize("sizes, rows", [GROUPS["ragged"], GROUPS["several_blocks"], GROUPS["all_empty"]], ids=str)
 @pytest.mark.parametrize("blocks", [((1, 32), (1, 32)), ((1, 128), (128, 128)), ((1, 32), (1, 256))], ids=str)
 def test_weight_gradient_has_the_bits_of_each_group_alone(sizes, rows, blocks) -> None:
@@ -159,7 +174,7 @@ def test_a_layer_on_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         return [y.detach(), leaf.grad, layer.weight.grad]
 
     want, resolve = step(), mxfp8.dispatch.resolve
-    ours = {"quantize_grouped", "grouped_gemm", "grouped_wgrad", "check_offsets"}
+    ours = {"quantize_grouped", "quantize_both_grouped", "grouped_gemm", "grouped_wgrad", "check_offsets"}
     monkeypatch.setattr(
         mxfp8.dispatch, "resolve", lambda op, b, d: resolve(op, "triton" if op in ours and b == "auto" else b, d)
     )

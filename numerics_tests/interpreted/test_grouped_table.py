@@ -71,18 +71,24 @@ def test_bad_starts_stay_within_the_rows(starts: list[int]) -> None:
 
 @pytest.mark.parametrize("sizes, rows", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("step", [32, 128])
-def test_pieces_of_a_cast_are_the_rows_of_the_groups_in_order(sizes: list[int], rows: int, step: int) -> None:
-    """What the Hopper cast reads its rows by."""
+@pytest.mark.parametrize("trailing", [0, 1])
+def test_pieces_of_a_cast_are_the_rows_of_the_groups_in_order(
+    sizes: list[int], rows: int, trailing: int, step: int
+) -> None:
+    """What the Hopper cast reads its rows by; the rows after the last group come last, if they are cast at all."""
     offs, G = torch.tensor(sizes).cumsum(0).to(torch.int32), len(sizes)
-    pieces = (rows + min(G, rows) * (step - 1)) // step
-    table, starts = torch.full((pieces, 2), -9, dtype=torch.int32), torch.empty(G + 1, dtype=torch.int32)
+    pieces = (rows + min(G + trailing, rows) * (step - 1)) // step
+    table, starts = torch.full((pieces, 3), -9, dtype=torch.int32), torch.empty(G + 1, dtype=torch.int32)
     groups = 1 << G.bit_length()
-    quantize_grouped_hopper._pieces_kernel[(pieces,)](offs, table, starts, rows, G, STEP=step, GROUPS=groups)
+    quantize_grouped_hopper._pieces_kernel[(pieces,)](
+        offs, table, starts, rows, G, STEP=step, GROUPS=groups, TRAILING=trailing
+    )
     want, start, at = [], 0, [0]
     for size in sizes:
-        want += [[r, min(step, start + size - r)] for r in range(start, start + size, step)]
+        want += [[r, *[min(step, start + size - r)] * 2] for r in range(start, start + size, step)]
         start += size
         at.append(len(want) * step)
+    want += [[r, min(step, rows - r), 0] for r in range(start, rows if trailing else start, step)]
     assert table.tolist()[: len(want)] == want
-    assert all(count == 0 for _, count in table.tolist()[len(want) :])
+    assert all(counts == [0, 0] for _, *counts in table.tolist()[len(want) :])
     assert starts.tolist() == at
