@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from mxfp8 import fused
 from mxfp8.tensor import MXTensor
 
 SHAPES = ((65536, 1024), (65536, 4096))
+GROUPS = 8  # of random sizes
 SETS = 3  # of inputs, taken in turn: each is larger than the L2
 HOST_CALLS = 2000
 
@@ -36,6 +38,16 @@ def _one(x: Tensor, axis: int, **how: Any) -> tuple[MXTensor, ...]:
     return (mxfp8.quantize(x, axis, **how),)
 
 
+@functools.cache
+def _ends(rows: int, device: torch.device) -> Tensor:
+    return _harness.jagged(rows, GROUPS, device)
+
+
+def _both_grouped(x: Tensor, backend: str = "auto") -> tuple[MXTensor, ...]:
+    q, groups = mxfp8.quantize_both_grouped(x, _ends(len(x), x.device), block=(1, 128), backend=backend)
+    return q, groups.q
+
+
 _RANDOM: dict[str, Any] = {"rounding": "stochastic", "seed": 1}
 CASTS: dict[str, Cast] = {
     "row": partial(_one, axis=-1),
@@ -49,6 +61,7 @@ CASTS: dict[str, Cast] = {
     "both": partial(mxfp8.quantize_both, block=(1, 32), column_block=(1, 32)),
     "both_g128": partial(mxfp8.quantize_both, block=(1, 128), column_block=(1, 128)),
     "both_g128_tile": partial(mxfp8.quantize_both, block=(1, 128), column_block=(128, 128)),
+    "both_grouped_g128": _both_grouped,
     "square_both": partial(mxfp8.quantize_both, block=(32, 32), column_block=(32, 32)),
 }
 
@@ -127,7 +140,11 @@ def host_cost(device: torch.device) -> list[Row]:
     x = torch.randn(64, 256, device=device, dtype=torch.bfloat16)
     w = torch.randn(256, 256, device=device, dtype=torch.bfloat16)
     mm = _host(lambda: torch.mm(x, w))
-    calls = {"host_cost": lambda: mxfp8.quantize(x), "host_cost_both": lambda: mxfp8.quantize_both(x)}
+    calls = {
+        "host_cost": lambda: mxfp8.quantize(x),
+        "host_cost_both": lambda: mxfp8.quantize_both(x),
+        "host_cost_both_grouped": lambda: _both_grouped(x),
+    }
     return [
         _harness.time_row(
             bench="quantize", case=name, shape="64x256", ours=_host(call), baseline="torch.mm", theirs=mm, device=device

@@ -62,19 +62,19 @@ def _pieces_kernel(
 
 @gluon.jit
 def _sources(table_ptr, pm, rows, pieces, BM: gl.constexpr, STEP: gl.constexpr, WHICH: gl.constexpr):
-    """Of ``rows`` of tile row ``pm``: the rows of ``x``, and whether there are any: in a group (``WHICH`` = 2), or
-    anywhere (1). A tile has one piece or two."""
+    """Of ``rows`` of tile row ``pm``: the first row of ``x``, how far behind it they are, and whether there are any: in
+    a group (``WHICH`` = 2), or anywhere (1). A tile has one piece or two, whose rows follow each other in ``x``."""
     first = pm * (BM // STEP)
     row = gl.load(table_ptr + 3 * first)
     count = gl.load(table_ptr + 3 * first + WHICH)
     if BM == STEP:
-        return row + rows, rows < count
+        return row.to(gl.int64), rows, rows < count
     else:
         second = gl.minimum(first + 1, pieces - 1)
         others = gl.where(first + 1 < pieces, gl.load(table_ptr + 3 * second + WHICH), 0)
         here = rows < STEP
-        source = gl.where(here, row, gl.load(table_ptr + 3 * second) - STEP) + rows
-        return source, rows < gl.where(here, count, others + STEP)
+        behind = gl.where(here, 0, gl.load(table_ptr + 3 * second) - row - STEP) + rows
+        return row.to(gl.int64), behind, rows < gl.where(here, count, others + STEP)
 
 
 @gluon.jit
@@ -92,20 +92,20 @@ def _kernel(
     col = pk * BK
     rows = gl.arange(0, BM, layout=gl.SliceLayout(1, LA))
     cols = gl.arange(0, BK, layout=gl.SliceLayout(0, LA))
-    source, some = _sources(table_ptr, pm, rows, pieces, BM, STEP, 1)
+    row, behind, some = _sources(table_ptr, pm, rows, pieces, BM, STEP, 1)
     inside = some[:, None] & (col + cols < C)[None, :]
-    x = gl.load(x_ptr + col + (source.to(gl.int64) * x_r)[:, None] + cols[None, :], mask=inside, other=0.0)
+    x = gl.load(x_ptr + row * x_r + col + (behind[:, None] * x_r + cols[None, :]), mask=inside, other=0.0)
     NESTED: gl.constexpr = ALONG > 0 and CB >= ALONG  # extents are powers of two
     if ALONG:
         xf = widen(x)
         amax = block_amax(xf, 1, ALONG)
         byte = scale_byte(amax, FMT, RULE, SATFINITE)
         codes = codes_of(xf, byte, 1, ALONG, FMT, LA)
-        gl.store(q_ptr + col + (source.to(gl.int64) * C)[:, None] + cols[None, :], codes, mask=inside)
+        gl.store(q_ptr + row * C + col + (behind[:, None] * C + cols[None, :]), codes, mask=inside)
         L: gl.constexpr = byte.type.layout
-        source, some = _sources(table_ptr, pm, gl.arange(0, BM, layout=gl.SliceLayout(1, L)), pieces, BM, STEP, 1)
+        _, behind, some = _sources(table_ptr, pm, gl.arange(0, BM, layout=gl.SliceLayout(1, L)), pieces, BM, STEP, 1)
         blocks = pk * (BK // ALONG) + gl.arange(0, BK // ALONG, layout=gl.SliceLayout(0, L))
-        s_at = s_ptr + (source.to(gl.int64) * s_r)[:, None] + (blocks.to(gl.int64) * s_c)[None, :]
+        s_at = s_ptr + row * s_r + (behind.to(gl.int64) * s_r)[:, None] + (blocks.to(gl.int64) * s_c)[None, :]
         gl.store(s_at, byte.to(gl.uint8), mask=some[:, None] & (blocks < gl.cdiv(C, ALONG))[None, :])
     if pm * BM >= PADDED:
         return
@@ -118,12 +118,12 @@ def _kernel(
     codes = codes_of(y, byte, STEP, CB, FMT, LB)
     # Rows of no group are zero, and those of padding in a block that is NaN as well.
     rows = gl.arange(0, BM, layout=gl.SliceLayout(1, LB))
-    _, some = _sources(table_ptr, pm, rows, pieces, BM, STEP, 2)
+    _, _, some = _sources(table_ptr, pm, rows, pieces, BM, STEP, 2)
     codes = gl.where(some[:, None], codes, 0)
     store_columns(t_ptr, codes, pm, pk, PADDED, PADDED, C, PADDED, BM, BK, WHOLE, LB)
     if ALONG:
         rows = gl.arange(0, BM // STEP, layout=gl.SliceLayout(1, byte.type.layout)) * STEP
-        _, some = _sources(table_ptr, pm, rows, pieces, BM, STEP, 2)
+        _, _, some = _sources(table_ptr, pm, rows, pieces, BM, STEP, 2)
         byte = gl.where(some[:, None], byte, 0)
     store_bytes(u_ptr, byte, pm, pk, PADDED, C, across, 1, BM, BK, STEP, CB, WHOLE)
 
@@ -198,6 +198,16 @@ class _Plan(NamedTuple):
     versions: Versions
 
 
+def _tile(along: int, column_rc: tuple[int, int], width: int, itemsize: int) -> tuple[int, int, dict[str, int]]:
+    """``(BM, BK, options)`` as :func:`quantize_hopper.tile`, ``along`` 0 for columns alone."""
+    if along == 0:
+        return tile(column_rc, column_rc, False, width)
+    bm, bk, options = tile((1, along), column_rc, True, width)
+    if itemsize > 2:  # limits were found for two bytes an element; four need more registers
+        return bm, bk, {"num_warps": options["num_warps"]}
+    return bm, bk, {"num_warps": 4} if column_rc == (128, 1) and bk == 128 else options
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     shape: tuple[int, int], strides: tuple[int, int], itemsize: int, groups: int, block: tuple[int, int] | None,
@@ -209,18 +219,16 @@ def _plan(
     (M, C), (pitch, stride), (across, step) = shape, strides, column_block
     high, along = (1, 0) if block is None else block
     padded = quantize_grouped_triton.padded_rows(M, groups, step)
-    if 0 in shape or stride != 1 or pitch % 16 or C % 16 or max(padded, C) >= 2**22:
+    if 0 in shape or stride != 1 or pitch % 16 or C % 16 or max(padded, C, pitch) >= 2**22:
         return None
     if high > 1 or along * step > 128 * 128:
         return None
     # Rows after the last group count as one more, whose pieces come last.
     pieces = quantize_grouped_triton.padded_rows(M, groups + (block is not None), step) // step
-    bm, bk, options = tile((1, along) if along else (step, across), (step, across), along > 0, C)
+    bm, bk, options = _tile(along, (step, across), C, itemsize)
     grid = tiled_grid(1, -(-pieces * step // bm), -(-C // bk), 8 if along else 2**14)
     if grid is None:
         return None
-    if itemsize > 2:
-        options.pop("maxnreg", None)  # found for two bytes an element; four need more registers
     warps = options["num_warps"]
     constants = {
         "BM": bm, "BK": bk, "STEP": step, "CB": across, "ALONG": along, "FMT": FMT, "RULE": RULE,

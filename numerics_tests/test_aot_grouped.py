@@ -70,8 +70,7 @@ def cast(block: tuple[int, int], hadamard: int | None, noisy: bool) -> Version:
 def hopper_cast(block: tuple[int, int], x: str, along: int = 0) -> Version:
     """``along``: of blocks along rows that are made in the same pass, 0 for none."""
     rc = (block[1], block[0])
-    bm, bk, options = quantize_grouped_hopper.tile((1, along) if along else rc, rc, along > 0, 2048)
-    options = {name: n for name, n in options.items() if name == "num_warps" or x != "*fp32"}
+    bm, bk, options = quantize_grouped_hopper._tile(along, rc, 2048, 4 if x == "*fp32" else 2)
     warps = options["num_warps"]
     return Version(
         kernel=quantize_grouped_hopper._kernel,
