@@ -256,6 +256,23 @@ def test_both_casts_in_one_pass(
                 assert torch.equal(a.scale_bytes, b.scale_bytes)
 
 
+@groups
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_other_memory_does_not_leak_into_casts(sizes, rows: int, byte: int, device: torch.device) -> None:
+    """Buffers full of NaN bytes are freed first, so that what a kernel forgets to write shows."""
+    x, offs = torch.randn(rows, 272, device=device).bfloat16(), ends(sizes, device)
+    for column_block in ((1, 32), (1, 128), (32, 32), (128, 128)):
+        found = []
+        for backend in ("auto", "reference"):
+            poison = [torch.full((2**n,), byte, dtype=torch.uint8, device=device) for n in range(5, 18)]
+            del poison
+            q, both = mxfp8.quantize_both_grouped(x, offs, column_block=column_block, backend=backend)
+            alone = mxfp8.quantize_grouped(x, offs, block=column_block, backend=backend)
+            parts = [t for p in (q, both.q, alone.q) for t in (p.qdata.view(torch.uint8), p.scale_bytes)]
+            found.append([*parts, both.starts, alone.starts])
+        assert all(map(torch.equal, *found))
+
+
 PAIRS = [((1, 32), (1, 32)), ((1, 128), (128, 128)), ((1, 256), (1, 256)), ((1, 32), (1, 128)), (None, (1, 32)),
          ((32, 32), None)]  # fmt: skip
 
