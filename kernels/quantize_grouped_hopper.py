@@ -214,12 +214,12 @@ def _plan(
     column_block: tuple[int, int], FMT: int, RULE: int, satfinite: bool,
 ) -> _Plan | None:  # fmt: skip
     """A plan for columns alone (``block`` None) or for both. None where rows cannot be read 16 bytes at a time (Triton
-    knows of divisibility by 16 alone), offsets inside a tile need 64 bits, there are too many tiles, blocks along rows
-    reach over several, or no tile holds a block of each."""
+    knows of divisibility by 16 alone), offsets inside a tile need 64 bits, there are too many tiles or none, blocks
+    along rows reach over several, or no tile holds a block of each."""
     (M, C), (pitch, stride), (across, step) = shape, strides, column_block
     high, along = (1, 0) if block is None else block
     padded = quantize_grouped_triton.padded_rows(M, groups, step)
-    if 0 in shape or stride != 1 or pitch % 16 or C % 16 or max(padded, C, pitch) >= 2**22:
+    if 0 in (M, C, groups) or stride != 1 or pitch % 16 or C % 16 or max(padded, C, pitch) >= 2**22:
         return None
     if high > 1 or along * step > 128 * 128:
         return None

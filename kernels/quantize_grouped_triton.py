@@ -44,7 +44,7 @@ def _kernel(
 
     ``ROUNDING``: of ``random_of``. ``HADAMARD``: 0 or a size.
     """
-    tiles_k = tl.cdiv(C, BK)
+    tiles_k = tl.maximum(tl.cdiv(C, BK), 1)  # without columns the groups start somewhere all the same
     pid = tl.program_id(0)
     piece = pid // tiles_k
     row0, end, g, starts = find_step(offs_ptr, piece, M, G, BM, GROUPS)
@@ -117,7 +117,7 @@ def quantize_grouped(
     step = step_of(block, hadamard)
     (M, C), G = x.shape, len(offs)
     out = allocate(x, G, block, step)
-    if out.qdata.numel() == 0:
+    if len(out.qdata) == 0:
         return out.qdata.view(fmt.dtype), out.scale.zero_(), out.starts.zero_()
     mode, step_at, random = random_of(key if rounding == "stochastic" else None, x)
     FMT, RULE = element_codes(fmt, scale_rule)
@@ -132,7 +132,7 @@ def quantize_grouped(
     launch(
         _kernel,
         (*constants.values(), ints, x.dtype, offs.dtype, aligned(x, offs)),
-        (padded // step * -(-C // bk), 1, 1),
+        (padded // step * max(-(-C // bk), 1), 1, 1),
         (x, offs, *out, step_at, *ints, *random, hadamard_seed & 0xFFFFFFFF, hadamard_seed >> 32),
         constants,
         x.device,

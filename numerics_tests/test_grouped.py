@@ -29,7 +29,7 @@ groups = pytest.mark.parametrize("sizes, rows", GROUPS.values(), ids=GROUPS.keys
 
 
 def ends(sizes: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(sizes, device=device).cumsum(0).to(dtype)
+    return torch.tensor(sizes, device=device, dtype=torch.int64).cumsum(0).to(dtype)
 
 
 def run(layer: MXFP8GroupedLinear, x: torch.Tensor, offs: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -254,6 +254,32 @@ def test_both_casts_in_one_pass(
                 assert (a.axis, a.block, a.qdata.dtype) == (b.axis, b.block, b.qdata.dtype)
                 assert torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
                 assert torch.equal(a.scale_bytes, b.scale_bytes)
+
+
+@pytest.mark.parametrize("block", [(1, 32), (1, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("sizes, rows, width", [([], 7, 64), ([], 0, 64), ([3, 4], 7, 0), ([0, 0], 0, 0)])
+def test_casts_of_nothing(sizes, rows: int, width: int, block, device: torch.device) -> None:
+    x, offs = torch.randn(rows, width, device=device), ends(sizes, device)
+    for backend in ("auto", "reference"):
+        q, both = mxfp8.quantize_both_grouped(x, offs, column_block=block, backend=backend)
+        alone = mxfp8.quantize_grouped(x, offs, block=block, backend=backend)
+        padded = (rows + min(len(sizes), rows) * (block[1] - 1)) // block[1] * block[1]
+        assert q.shape == (rows, width)
+        assert both.q.shape == alone.q.shape == (padded, width)
+        want = [0]
+        for size in sizes:
+            want.append(want[-1] + -(-size // block[1]) * block[1])
+        assert both.starts.tolist() == alone.starts.tolist() == want
+    assert mxfp8.grouped_wgrad(both, alone).shape == (len(sizes), width, width)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_coalesced", "mxfp8_rceil"])
+def test_a_layer_without_groups(recipe: str, device: torch.device) -> None:
+    layer = MXFP8GroupedLinear(0, 64, 32, device=device, recipe=recipe)
+    y, dx, dw = run(layer, torch.randn(7, 64, device=device), ends([], device), torch.randn(7, 32, device=device))
+    assert (y.shape, dx.shape, dw.shape) == ((7, 32), (7, 64), (0, 32, 64))
+    assert not y.any()
+    assert not dx.any()
 
 
 @groups
