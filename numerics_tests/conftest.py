@@ -78,6 +78,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(params=["reference", "triton", "hopper"])
+def kernels(request: pytest.FixtureRequest) -> tuple[str, torch.device]:
+    """A backend's name and the device where it runs; skips with dispatch's reason where it cannot."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if reason := dispatch.why_not("norm_quantize", request.param, device):
+        pytest.skip(f"{request.param}: {reason}")
+    return request.param, device
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """``torch.compile`` as in a new process, for this test and for what comes after it."""

@@ -11,8 +11,8 @@ from mxfp8 import dispatch, fused
 from mxfp8.recipe import RECIPES, LinearRecipe
 from mxfp8.rng import get_step, set_step
 from numerics_tests.composition import ALL_RECIPES
+from numerics_tests.fused_oracle import bits, flat
 from numerics_tests.oracles import RULES
-from numerics_tests.test_fused import bits, flat
 from numerics_tests.test_linear import make, run, same
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

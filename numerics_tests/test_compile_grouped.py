@@ -6,8 +6,8 @@ import torch
 import mxfp8
 from mxfp8 import MXFP8GroupedLinear
 from mxfp8.rng import get_step, set_step
+from numerics_tests.fused_oracle import bits
 from numerics_tests.test_compile import Counter, compiled
-from numerics_tests.test_fused import bits
 from numerics_tests.test_grouped import GROUPS, RECIPES, ends, run
 from numerics_tests.test_linear import same
 

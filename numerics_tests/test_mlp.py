@@ -16,6 +16,7 @@ from mxfp8.reference.fused import ACTIVATIONS
 from mxfp8.tensor import MXTensor
 from numerics_tests import tolerances
 from numerics_tests.composition import ALL_RECIPES
+from numerics_tests.fused_oracle import EXACT, exact_activation, gradient_bounds, value_error
 from numerics_tests.mlp_composition import (
     IN,
     OUT,
@@ -28,7 +29,6 @@ from numerics_tests.mlp_composition import (
     run,
     sequential,
 )
-from numerics_tests.test_fused import EXACT, exact_activation, gradient_bounds, value_error
 from numerics_tests.test_saved_activations import saved_bytes
 
 
