@@ -21,10 +21,8 @@ from mxfp8.formats import (
     ScaleRule,
     get_block,
     get_format,
-    get_rounding,
     get_scale_rule,
 )
-from mxfp8.reference.hadamard import HADAMARD_SIZES
 from mxfp8.rng import RngKey
 from mxfp8.tensor import MXTensor, block_rc
 
@@ -84,11 +82,9 @@ def quantize_grouped(
         if (made := replays.again(known, x, offs)) is not None:
             return groups_of(made, get_format(fmt), get_block(block))
     _check_rows("quantize_grouped", x)
-    mode, key = get_rounding(rounding), RngKey(seed=seed) if isinstance(seed, int) else seed
-    if mode is Rounding.STOCHASTIC and not isinstance(key, RngKey):
-        raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
-    if hadamard is not None and hadamard not in HADAMARD_SIZES:
-        raise ValueError(f"hadamard is {hadamard!r}: use None or one of {', '.join(map(str, HADAMARD_SIZES))}")
+    mode, key = ops.get_rounding_key(rounding, seed)
+    if hadamard is not None:
+        ops.check_size(hadamard)
     block, form, rule = get_block(block), get_format(fmt), get_scale_rule(scale_rule)
     run, x = dispatch.resolve("quantize_grouped", backend, x.device), x.detach()
 
@@ -151,10 +147,9 @@ def quantize_both_grouped(
 
 
 def _check_rows(op: str, x: torch.Tensor) -> None:
+    ops.check_float(op, x)
     if x.ndim != 2:
         raise ValueError(f"{op} takes x[M, C], not {tuple(x.shape)}")
-    if x.dtype not in ops.FLOAT_DTYPES:
-        raise TypeError(f"{op} takes a float32, bfloat16, float16 or float64 tensor, not {x.dtype}")
 
 
 def groups_of(parts: Sequence[torch.Tensor], fmt: ElementFormat, block: BlockShape) -> MXGroups:

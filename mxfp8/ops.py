@@ -80,17 +80,12 @@ def quantize(
         known = replays.key("quantize", (x,), axis, fmt, block, scale_rule, satfinite, backend)
         if (made := replays.again(known, x)) is not None:
             return assembled(made[0], made[1], get_format(fmt), axis, block)
-    _check_float("quantize", x)
+    check_float("quantize", x)
     check_axis(axis, x.ndim, block)
-    form, rule, mode = get_format(fmt), get_scale_rule(scale_rule), get_rounding(rounding)
-    key = RngKey(seed=seed) if isinstance(seed, int) else seed
-    if key is not None and not isinstance(key, RngKey):
-        raise TypeError(f"seed is {seed!r}: use an int or an RngKey")
-    if mode is Rounding.STOCHASTIC and key is None:
-        raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
+    form, rule, (mode, key) = get_format(fmt), get_scale_rule(scale_rule), get_rounding_key(rounding, seed)
     op, first = "quantize", {}
     if hadamard is not None:
-        _check_size(hadamard)
+        check_size(hadamard)
         op, first = "hadamard_quantize", {"size": hadamard, "signs": hadamard_seed}
     run, x = dispatch.resolve(op, backend, x.device), _detached(x)
 
@@ -101,6 +96,16 @@ def quantize(
 
     qdata, scale = replays.run(known, cast, (x,))
     return MXTensor.trusted(qdata, scale, form, axis, block)
+
+
+def get_rounding_key(rounding: str | Rounding, seed: int | RngKey | None) -> tuple[Rounding, RngKey | None]:
+    """A mode of rounding and the key of its random bits; TypeError or ValueError for a wrong or a missing seed."""
+    mode, key = get_rounding(rounding), RngKey(seed=seed) if isinstance(seed, int) else seed
+    if key is not None and not isinstance(key, RngKey):
+        raise TypeError(f"seed is {seed!r}: use an int or an RngKey")
+    if mode is Rounding.STOCHASTIC and key is None:
+        raise ValueError("stochastic rounding needs seed=<int or RngKey>: bits are a function of the seed")
+    return mode, key
 
 
 def quantize_both(
@@ -137,7 +142,7 @@ def quantize_both(
         q, s, t, u = made
         form = get_format(fmt)
         return assembled(q, s, form, -1, block), assembled(t, u, form, -2, column_block)
-    _check_float("quantize_both", x)
+    check_float("quantize_both", x)
     if x.ndim < 2:
         raise ValueError(f"quantize_both takes at least two dimensions, not shape {tuple(x.shape)}: use quantize")
     form, rule = get_format(fmt), get_scale_rule(scale_rule)
@@ -166,8 +171,8 @@ def hadamard(x: torch.Tensor, axis: int = -1, size: int = 32, seed: int = 0, bac
     **Numerics.** ``(x * signs) @ H / sqrt(size)`` by float32 butterflies in a fixed order; no rounding before the last
     multiplication other than that of the additions. Source: Tseng et al., "Training LLMs with MXFP4", 2025.
     """
-    _check_float("hadamard", x)
-    _check_size(size)
+    check_float("hadamard", x)
+    check_size(size)
     check_axis(axis, x.ndim, (1, 32))
     if _wants_grad(x) and backend == "auto":
         backend = "reference"  # kernels record no gradient
@@ -322,6 +327,8 @@ def grouped_gemm(
 def check_offsets(offs: torch.Tensor, groups: int | None, x: MXTensor | torch.Tensor) -> torch.Tensor:
     """``offs``; ValueError unless it holds ``groups`` non-decreasing group ends within the rows of ``x``. On a GPU the
     ends are checked there, by an assertion that the host does not wait for."""
+    if not isinstance(offs, torch.Tensor):
+        raise TypeError(f"offs is {type(offs).__name__}: use an int32 or int64 tensor on the device of the rows")
     wanted = "[G]" if groups is None else f"({groups},)"
     right = offs.ndim == 1 if groups is None else tuple(offs.shape) == (groups,)
     if offs.dtype not in (torch.int32, torch.int64) or not right:
@@ -337,14 +344,14 @@ def _detached(x: torch.Tensor) -> torch.Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def _check_float(op: str, x: torch.Tensor) -> None:
+def check_float(op: str, x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOAT_DTYPES:
         got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise TypeError(f"{op} takes a float32, bfloat16, float16 or float64 tensor, not {got}")
 
 
 def _check_bias(op: str, bias: torch.Tensor, b: MXTensor | torch.Tensor) -> None:
-    _check_float(f"{op}'s bias", bias)
+    check_float(f"{op}'s bias", bias)
     if tuple(bias.shape) != (b.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}: b of shape {tuple(b.shape)} needs ({b.shape[0]},)")
     if bias.device != b.device:
@@ -352,7 +359,7 @@ def _check_bias(op: str, bias: torch.Tensor, b: MXTensor | torch.Tensor) -> None
     _check_no_grad(op, "bias", bias)
 
 
-def _check_size(size: int) -> None:
+def check_size(size: int) -> None:
     if size not in HADAMARD_SIZES:
         raise ValueError(
             f"Hadamard size is {size}: use {', '.join(map(str, HADAMARD_SIZES[:-1]))} or {HADAMARD_SIZES[-1]}"

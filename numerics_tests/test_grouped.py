@@ -344,7 +344,7 @@ def test_bad_operands_of_weight_gradients_are_named() -> None:
         (lambda: mxfp8.quantize_both_grouped(x[None], offs), r"takes x\[M, C\]"),
         (lambda: mxfp8.quantize_both_grouped(x, offs + 1), r"offs\[1\] is 8"),
         (lambda: mxfp8.quantize_grouped(x, offs, rounding="stochastic"), "needs seed"),
-        (lambda: mxfp8.quantize_grouped(x, offs, hadamard=8), "hadamard is 8"),
+        (lambda: mxfp8.quantize_grouped(x, offs, hadamard=8), "Hadamard size is 8"),
         (lambda: mxfp8.quantize_grouped(x, offs + 1), r"offs\[1\] is 8"),
         (lambda: mxfp8.grouped_wgrad(q, x, offs - 4), r"offs\[0\] is -1"),
     ):
@@ -353,6 +353,12 @@ def test_bad_operands_of_weight_gradients_are_named() -> None:
     for cast in (mxfp8.quantize_grouped, mxfp8.quantize_both_grouped):
         with pytest.raises(TypeError, match=r"not torch\.int64"):
             cast(x.long(), offs)
+        with pytest.raises(TypeError, match="not list"):
+            cast([[1.0]], offs)
+        with pytest.raises(TypeError, match="offs is list"):
+            cast(x, [3, 7])
+    with pytest.raises(TypeError, match="seed is '1'"):
+        mxfp8.quantize_grouped(x, offs, rounding="stochastic", seed="1")
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ import torch
 from mxfp8.formats import BlockShape, ElementFormat, Rounding, ScaleRule, get_format
 from mxfp8.rng import RngKey
 
-__all__ = ["OPERATORS", "as_bytes", "kernel", "key_of", "layout", "words_of"]
+__all__ = ["OPERATORS", "as_bytes", "kernel", "key_of", "layout", "operand_of", "words_of"]
 
 # Written as one schema each: the annotations of custom_op know neither enums nor dataclasses.
 _QUANTIZE = (
@@ -129,19 +129,21 @@ def _(x, axis, size, signs, fmt, block, scale_rule, rounding, key, step, satfini
     return layout(shape, x.device, axis, block)
 
 
+def operand_of(
+    x: torch.Tensor, scale: torch.Tensor | None, block: list[int] | None, fmt: str | None
+) -> tuple[torch.Tensor, torch.Tensor | None, BlockShape | None]:
+    """An operand as a backend takes it; inverse of :func:`as_bytes`."""
+    return x if fmt is None else x.view(get_format(fmt).dtype), scale, None if block is None else (block[0], block[1])
+
+
 @torch.library.custom_op("mxfp8::gemm", mutates_args=(), schema=_GEMM)
 def _gemm(
     a: torch.Tensor, a_scale: torch.Tensor | None, a_block: list[int] | None, a_fmt: str | None,
     b: torch.Tensor, b_scale: torch.Tensor | None, b_block: list[int] | None, b_fmt: str | None,
     bias: torch.Tensor | None, out_dtype: torch.dtype, activation: str | None, backend: str,
 ) -> torch.Tensor:  # fmt: skip
-    left = a if a_fmt is None else a.view(get_format(a_fmt).dtype)
-    right = b if b_fmt is None else b.view(get_format(b_fmt).dtype)
-    out: torch.Tensor = kernel("gemm", backend, a.device)(
-        left, a_scale, None if a_block is None else (a_block[0], a_block[1]),
-        right, b_scale, None if b_block is None else (b_block[0], b_block[1]), bias=bias, out_dtype=out_dtype,
-        activation=activation,
-    )  # fmt: skip
+    sides = *operand_of(a, a_scale, a_block, a_fmt), *operand_of(b, b_scale, b_block, b_fmt)
+    out: torch.Tensor = kernel("gemm", backend, a.device)(*sides, bias=bias, out_dtype=out_dtype, activation=activation)
     return out
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mxfp8.dispatch.compiled import as_bytes, kernel, layout
+from mxfp8.dispatch.compiled import as_bytes, kernel, layout, operand_of
 from mxfp8.formats import BlockShape, ScaleRule, get_format
 from mxfp8.reference import fused as reference
 from mxfp8.reference import gemm as products
@@ -133,13 +133,8 @@ def _call_product(
     b: torch.Tensor, b_scale: Maybe, b_block: list[int] | None, b_fmt: str | None, bias: Maybe, activation: str | None,
     hp_dtype: torch.dtype, *how: Any,
 ) -> tuple[Maybe, ...]:  # fmt: skip
-    left = a if a_fmt is None else a.view(get_format(a_fmt).dtype)
-    right = b if b_fmt is None else b.view(get_format(b_fmt).dtype)
-    parts: tuple[Maybe, ...] = run(
-        left, a_scale, None if a_block is None else (a_block[0], a_block[1]),
-        right, b_scale, None if b_block is None else (b_block[0], b_block[1]),
-        bias=bias, activation=activation, hp_dtype=hp_dtype, casts=_casts(*how[:-1]),
-    )  # fmt: skip
+    sides = *operand_of(a, a_scale, a_block, a_fmt), *operand_of(b, b_scale, b_block, b_fmt)
+    parts: tuple[Maybe, ...] = run(*sides, bias=bias, activation=activation, hp_dtype=hp_dtype, casts=_casts(*how[:-1]))
     return parts
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mxfp8.dispatch.compiled import as_bytes, kernel, key_of, layout, words_of
+from mxfp8.dispatch.compiled import as_bytes, kernel, key_of, layout, operand_of, words_of
 from mxfp8.formats import BlockShape, ElementFormat, Rounding, ScaleRule, get_format
 from mxfp8.reference.grouped import padded_rows, step_of
 from mxfp8.rng import RngKey
@@ -107,18 +107,13 @@ def _(x, offs, fmt, block, column_block, scale_rule, satfinite, backend):  # typ
     return *rows, *_columns(x, offs, (column_block[0], column_block[1]), None, backend)
 
 
-def _side(x: torch.Tensor, scale: Maybe, block: list[int] | None, fmt: str | None) -> tuple[Any, ...]:
-    """An operand as a backend takes it."""
-    return x if fmt is None else x.view(get_format(fmt).dtype), scale, None if block is None else (block[0], block[1])
-
-
 @torch.library.custom_op("mxfp8::grouped_gemm", mutates_args=(), schema=_GEMM)
 def _grouped_gemm(
     a: torch.Tensor, a_scale: Maybe, a_block: list[int] | None, a_fmt: str | None,
     b: torch.Tensor, b_scale: Maybe, b_block: list[int] | None, b_fmt: str | None,
     offs: torch.Tensor, out_dtype: torch.dtype, backend: str,
 ) -> torch.Tensor:  # fmt: skip
-    sides = *_side(a, a_scale, a_block, a_fmt), *_side(b, b_scale, b_block, b_fmt)
+    sides = *operand_of(a, a_scale, a_block, a_fmt), *operand_of(b, b_scale, b_block, b_fmt)
     return kernel("grouped_gemm", backend, a.device)(*sides, offs=offs, out_dtype=out_dtype)  # type: ignore[no-any-return]
 
 
@@ -133,7 +128,7 @@ def _grouped_wgrad(
     b: torch.Tensor, b_scale: Maybe, b_block: list[int] | None, b_fmt: str | None, b_starts: torch.Tensor,
     out_dtype: torch.dtype, backend: str,
 ) -> torch.Tensor:  # fmt: skip
-    sides = *_side(a, a_scale, a_block, a_fmt), a_starts, *_side(b, b_scale, b_block, b_fmt), b_starts
+    sides = *operand_of(a, a_scale, a_block, a_fmt), a_starts, *operand_of(b, b_scale, b_block, b_fmt), b_starts
     return kernel("grouped_wgrad", backend, a.device)(*sides, out_dtype=out_dtype)  # type: ignore[no-any-return]
 
 

@@ -28,13 +28,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from numerics_tests.mutation.cast_faults import CAST_FAULTS
 from numerics_tests.mutation.faults import Fault
+from numerics_tests.mutation.group_faults import GROUP_FAULTS
 from numerics_tests.mutation.layer_faults import LAYER_FAULTS
 from numerics_tests.mutation.model_faults import MODEL_FAULTS
 from numerics_tests.mutation.product_faults import PRODUCT_FAULTS
 
 __all__ = ["FAULTS", "Outcome", "main", "table"]
 
-FAULTS: tuple[Fault, ...] = (*CAST_FAULTS, *PRODUCT_FAULTS, *LAYER_FAULTS, *MODEL_FAULTS)
+FAULTS: tuple[Fault, ...] = (*CAST_FAULTS, *PRODUCT_FAULTS, *GROUP_FAULTS, *LAYER_FAULTS, *MODEL_FAULTS)
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("mxfp8", "kernels", "gem_model", "numerics_tests", "pyproject.toml")
 TIMEOUT = 240  # seconds for one fault; a test that hangs proves nothing and counts as an error
