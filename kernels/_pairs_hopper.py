@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ._device import inverse_scale, scale_byte
 from ._gluon import gl, gluon
-from .quantize_hopper import block_amax, outer_amax, row_layout, store_bytes
+from .quantize_hopper import KEEP, block_amax, outer_amax, row_layout, store_bytes
 
 __all__ = ["pair_layouts", "store_pairs"]
 
@@ -67,12 +67,12 @@ def store_pairs(
     cols = gl.arange(0, BK, layout=gl.SliceLayout(0, LB))
     where = t_at + (pk * BK).to(gl.int64) * half + pm * (BM // 2) + (cols[None, :] * half + rows[:, None])
     if WHOLE:
-        gl.store(where, pairs)
+        gl.store(where, pairs, eviction_policy=KEEP)
     else:
         row = 2 * (pm * (BM // 2) + rows)  # padding rows are zero, in a block that is NaN as well
         known = gl.where(row + 1 < R, 0xFFFF, gl.where(row < R, 0xFF, 0)).to(gl.int16)
         inside = (pm * (BM // 2) + rows < half)[:, None] & (pk * BK + cols < C)[None, :]
-        gl.store(where, pairs & known[:, None], mask=inside)
+        gl.store(where, pairs & known[:, None], mask=inside, eviction_policy=KEEP)
     width = gl.cdiv(PITCH, TCB)
     u_at = u_ptr + b * gl.cdiv(R, TRB) * width + FIRST // TCB
     store_bytes(u_at, byte, pm, pk, R, C, width, 1, BM, BK, TRB, TCB, WHOLE)

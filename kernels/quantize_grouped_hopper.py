@@ -198,11 +198,11 @@ class _Plan(NamedTuple):
     versions: Versions
 
 
-def _tile(along: int, column_rc: tuple[int, int], width: int, itemsize: int) -> tuple[int, int, dict[str, int]]:
+def _tile(along: int, column_rc: tuple[int, int], itemsize: int) -> tuple[int, int, dict[str, int]]:
     """``(BM, BK, options)`` as :func:`quantize_hopper.tile`, ``along`` 0 for columns alone."""
     if along == 0:
-        return tile(column_rc, column_rc, False, width)
-    bm, bk, options = tile((1, along), column_rc, True, width)
+        return tile(column_rc, column_rc)
+    bm, bk, options = tile((1, along), column_rc)
     if itemsize > 2:  # limits were found for two bytes an element; four need more registers
         return bm, bk, {"num_warps": options["num_warps"]}
     return bm, bk, {"num_warps": 4} if column_rc == (128, 1) and bk == 128 else options
@@ -225,7 +225,7 @@ def _plan(
         return None
     # Rows after the last group count as one more, whose pieces come last.
     pieces = quantize_grouped_triton.padded_rows(M, groups + (block is not None), step) // step
-    bm, bk, options = _tile(along, (step, across), C, itemsize)
+    bm, bk, options = _tile(along, (step, across), itemsize)
     grid = tiled_grid(1, -(-pieces * step // bm), -(-C // bk), 8 if along else 2**14)
     if grid is None:
         return None

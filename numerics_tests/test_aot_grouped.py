@@ -70,7 +70,7 @@ def cast(block: tuple[int, int], hadamard: int | None, noisy: bool) -> Version:
 def hopper_cast(block: tuple[int, int], x: str, along: int = 0) -> Version:
     """``along``: of blocks along rows that are made in the same pass, 0 for none."""
     rc = (block[1], block[0])
-    bm, bk, options = quantize_grouped_hopper._tile(along, rc, 2048, 4 if x == "*fp32" else 2)
+    bm, bk, options = quantize_grouped_hopper._tile(along, rc, 4 if x == "*fp32" else 2)
     warps = options["num_warps"]
     return Version(
         kernel=quantize_grouped_hopper._kernel,
@@ -83,7 +83,7 @@ def hopper_cast(block: tuple[int, int], x: str, along: int = 0) -> Version:
         types={"x_ptr": x, "table_ptr": "*i32"},
         odd=("pieces", "across", "s_r", "s_c"),
         options=options,
-        instruction={HOPPER: r"STG\.E\.128"},
+        instruction={HOPPER: r"STG\.E\.EL\.128"},
         gluon=True,
     )  # fmt: skip
 
