@@ -41,7 +41,7 @@ def pays_from(recipe: str | LinearRecipe, gpu: str) -> int | None:
     forward and backward, every cast counted), None if at no D.
 
     On an H200, in units of BF16's speed: blocks of 128 or 256 along K in all three GEMMs run on FP8 tensor cores, 1.12
-    at D = 1024, 1.40 at 2048, 1.67 at 4096, 0.83 at 512; all other blocks run on BF16 ones, 0.64, 0.77
+    at D = 1024, 1.42 at 2048, 1.69 at 4096, 0.84 at 512; all other blocks run on BF16 ones, 0.64, 0.77
     and 0.86.
 
     Raises:
