@@ -18,7 +18,7 @@ import mxfp8
 from mxfp8 import dispatch, fused
 from mxfp8.reference.fused import ACTIVATIONS, activated
 from numerics_tests import tolerances
-from numerics_tests.test_gemm_kernels import Backend, Operand, available, integers, operand
+from numerics_tests.operands import Backend, Operand, available, integers, operand
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, in the interpreter
 

@@ -1,4 +1,4 @@
-"""The GEMM kernels, plain and grouped: exact where results can be, within derived bounds elsewhere, for every pair of
+"""The GEMM kernels: exact where results can be, within derived bounds elsewhere, for every pair of
 blocks and formats, ragged shapes, strides and special values.
 
 On a GPU the compiled kernels run. On a CPU the portable ones run where Triton's interpreter is on, which
@@ -8,22 +8,28 @@ On a GPU the compiled kernels run. On a CPU the portable ones run where Triton's
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 import mxfp8
 from mxfp8 import dispatch
-from mxfp8.formats import BLOCK_SHAPES
 from numerics_tests import tolerances
+from numerics_tests.operands import (
+    BLOCKS,
+    ELEMENTS,
+    HIGH,
+    OUT,
+    Backend,
+    Operand,
+    available,
+    integers,
+    operand,
+    spread_out,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, in the interpreter
 
-ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-HIGH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-OUT = (torch.float32, torch.bfloat16, torch.float16)
-BLOCKS = {f"{r}x{c}": (r, c) for r, c in BLOCK_SHAPES}
 KINDS = [*BLOCKS, *HIGH]
 PAIRS = [(a, b) for a, b in itertools.product(KINDS, KINDS) if a in BLOCKS or b in BLOCKS]
 ROWS, DEPTHS = (1, 17, 64, 129), (1, 32, 33, 96, 160, 512)
@@ -32,62 +38,11 @@ FORMATS = list(itertools.product(ELEMENTS, ELEMENTS))
 pairs = pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 block_pairs = pytest.mark.parametrize("pair", [p for p in PAIRS if not set(p) & set(HIGH)], ids="-".join)
 
-Backend = tuple[str, torch.device]
-
-
-@dataclass(frozen=True)
-class Operand:
-    """What a backend gets, and the values it stands for."""
-
-    x: torch.Tensor
-    scale: torch.Tensor | None = None
-    block: tuple[int, int] | None = None
-
-    @property
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int] | None]:
-        return self.x, self.scale, self.block
-
-    @property
-    def exact(self) -> torch.Tensor:
-        if self.scale is None or self.block is None:
-            return self.x.double()
-        factors = torch.where(self.scale == 255, torch.nan, torch.exp2(self.scale.double() - 127))
-        factors = factors.repeat_interleave(self.block[0], -2)[..., : self.x.shape[-2], :]
-        return self.x.double() * factors.repeat_interleave(self.block[1], -1)[..., : self.x.shape[-1]]
-
-
-def operand(values: torch.Tensor, kind: str, fmt: str = "e4m3", low: int = 125, high: int = 130) -> Operand:
-    """``values`` as they are, cast to what ``kind`` says, with random scale bytes in ``low`` to ``high - 1``."""
-    if kind in HIGH:
-        return Operand(values.to(HIGH[kind]))
-    r, c = BLOCKS[kind]
-    *lead, rows, cols = values.shape
-    scale = torch.randint(low, high, (*lead, -(-rows // r), -(-cols // c)), device=values.device, dtype=torch.uint8)
-    return Operand(values.to(ELEMENTS[fmt]), scale, (r, c))
-
-
-def integers(*shape: int, device: torch.device) -> torch.Tensor:
-    """-3 to 3: with scales of 2**-2 to 2**2 every partial sum is exact in float32 and on FP8 tensor cores."""
-    return torch.randint(-3, 4, shape, device=device).float()
-
-
-def available(request: pytest.FixtureRequest, op: str) -> Backend:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if reason := dispatch.why_not(op, request.param, device):
-        pytest.skip(f"{request.param}: {reason}")
-    return request.param, device
-
 
 @pytest.fixture(params=["triton", "hopper"])
 def plain(request: pytest.FixtureRequest) -> Backend:
     """A backend of ``gemm`` and the device where it runs; skips with dispatch's reason where it cannot."""
     return available(request, "gemm")
-
-
-@pytest.fixture(params=["triton", "hopper"])
-def grouped(request: pytest.FixtureRequest) -> Backend:
-    """The same for ``grouped_gemm``."""
-    return available(request, "grouped_gemm")
 
 
 def gemm(
@@ -320,20 +275,6 @@ def test_empty_dimensions(plain: Backend, pair: str) -> None:
 # Memory
 
 
-def spread_out(x: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values in other strides, amid NaN bytes: what is read beside them shows."""
-    rows, cols = x.shape
-    sizes = {"transposed": (cols, rows), "slice": (rows + 3, cols + 32), "odd_pitch": (rows, cols + 1),
-             "steps": (2 * rows, 3 * cols), "unaligned": (rows, cols + 16)}  # fmt: skip
-    bytes_ = torch.full((*sizes[how], x.element_size()), 0x7F, dtype=torch.uint8, device=x.device)
-    space = bytes_.view(x.dtype).squeeze(-1)
-    view = {"transposed": lambda: space.mT, "slice": lambda: space[1 : rows + 1, 16 : cols + 16],
-            "odd_pitch": lambda: space[:, :cols], "steps": lambda: space[::2, 1::3],
-            "unaligned": lambda: space[:, 1 : cols + 1]}[how]()  # fmt: skip
-    assert view.shape == x.shape
-    return view.copy_(x)
-
-
 @pytest.mark.parametrize("how", ["transposed", "slice", "odd_pitch", "steps", "unaligned"])
 @pytest.mark.parametrize("pair", ["1x32-1x32", "1x128-128x128", "128x128-1x256", "32x32-bf16", "fp32-1x32"])
 def test_strides_never_matter_and_neighbours_are_not_read(plain: Backend, pair: str, how: str) -> None:
@@ -364,7 +305,7 @@ def test_other_memory_does_not_leak_in(plain: Backend, pair: str) -> None:
 def test_through_the_public_name(plain: Backend) -> None:
     """Quantised operands as the library makes them: rows, columns seen as a transpose, and square ones both ways."""
     x, w = torch.randn(40, 96, device=plain[1]), torch.randn(64, 96, device=plain[1])
-    for block in BLOCK_SHAPES:
+    for block in BLOCKS.values():
         rows = mxfp8.quantize(x, block=block, backend="reference")
         columns = mxfp8.quantize(w.mT.contiguous(), -2, block=block, backend="reference").mT
         out = mxfp8.gemm(rows, columns, out_dtype=torch.float32, backend=plain[0])
@@ -415,114 +356,3 @@ def test_more_than_two_to_the_31_elements(plain: Backend, pair: str) -> None:
         tail = Operand(a.x[last:], a.scale[last // a.block[0] :], a.block)  # type: ignore[index]
         want = (tail.exact @ b.exact.mT).bfloat16()
         assert torch.equal(gemm(plain, a, b, torch.bfloat16)[last:], want), (m, n, k)
-
-
-# Groups
-
-GROUPS = {
-    "ragged": ([5, 0, 27, 64], 96),
-    "trailing_rows": ([32, 0, 64, 1], 160),
-    "all_empty": ([0, 0, 0], 7),
-    "one": ([33], 33),
-    "first_and_last_empty": ([0, 31, 1, 0], 70),
-    "each_less_than_a_tile": ([1, 2, 3], 7),
-}
-
-
-def check_groups(
-    backend: Backend, a: Operand, b: Operand, sizes: list[int], offs: torch.Tensor, dtype: torch.dtype
-) -> None:
-    """Integers: each group as if it were alone, exactly; zeros after the last, where NaN was in memory before."""
-    poison = torch.full((a.x.shape[0], b.x.shape[1]), torch.nan, dtype=dtype, device=backend[1])
-    del poison
-    out = dispatch.resolve("grouped_gemm", *backend)(*a.parts, *b.parts, offs=offs, out_dtype=dtype)
-    want = torch.zeros(a.x.shape[0], b.x.shape[1], dtype=torch.float64, device=backend[1])
-    start = 0
-    for matrix, size in zip(b.exact, sizes, strict=True):
-        want[start : start + size] = a.exact[start : start + size] @ matrix.mT
-        start += size
-    assert out.dtype == dtype
-    assert torch.equal(out, want.float().to(dtype))
-
-
-def ends(sizes: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(sizes, device=device).cumsum(0).to(dtype)
-
-
-@pytest.mark.parametrize("sizes, rows", GROUPS.values(), ids=GROUPS.keys())
-@pytest.mark.parametrize("pair", ["1x32-1x32", "1x128-128x128", "1x256-128x128", "1x256-1x32", "32x32-bf16",
-                                  "fp16-1x32", "fp32-32x32"])  # fmt: skip
-def test_groups_are_exact(grouped: Backend, pair: str, sizes: list[int], rows: int) -> None:
-    kinds = pair.split("-")
-    for i, (n, k) in enumerate(((24, 80), (130, 33))):
-        values = integers(rows, k, device=grouped[1])
-        if kinds[0] in HIGH:
-            values[sum(sizes) :] = torch.nan  # rows of no group must not show
-        a = operand(values, kinds[0])
-        b = operand(integers(len(sizes), n, k, device=grouped[1]), kinds[1], "e5m2")
-        check_groups(grouped, a, b, sizes, ends(sizes, grouped[1], (torch.int32, torch.int64)[i]), OUT[i])
-
-
-def test_groups_are_within_the_derived_bound(grouped: Backend) -> None:
-    sizes, offs = [17, 0, 63, 9], ends([17, 0, 63, 9], grouped[1])
-    a = operand(torch.randn(100, 260, device=grouped[1]) * 100, "1x32", "e4m3", 119, 136)
-    b = operand(torch.randn(4, 40, 260, device=grouped[1]) * 100, "32x32", "e4m3", 119, 136)
-    out = dispatch.resolve("grouped_gemm", *grouped)(*a.parts, *b.parts, offs=offs, out_dtype=torch.float32)
-    start = 0
-    for matrix, size in zip(b.exact, sizes, strict=True):
-        rows = a.exact[start : start + size]
-        got = out[start : start + size].double()
-        assert ((got - rows @ matrix.mT).abs() <= tolerances.gemm_error(rows, matrix, torch.float32)).all()
-        start += size
-
-
-@pytest.mark.parametrize("G, N, K", [(3, 0, 64), (3, 24, 0), (0, 24, 64)])
-def test_empty_dimensions_of_groups(grouped: Backend, G: int, N: int, K: int) -> None:
-    a, b = (operand(integers(*s, device=grouped[1]), "1x32") for s in ((7, K), (G, N, K)))
-    offs = torch.full((G,), 7, dtype=torch.int32, device=grouped[1])
-    check_groups(grouped, a, b, [7, 0, 0][:G], offs, torch.bfloat16)
-
-
-def test_strides_of_groups_never_matter(grouped: Backend) -> None:
-    sizes = [40, 3, 60]
-    a, b = (operand(integers(*s, device=grouped[1]), "1x32") for s in ((110, 96), (3, 70, 96)))
-    for x in (b.x, b.x.mT.contiguous().mT, b.x.transpose(0, 1).contiguous().transpose(0, 1)):
-        scale = b.scale.mT.contiguous().mT  # type: ignore[union-attr]
-        offs = torch.stack([ends(sizes, grouped[1])] * 2, 1)[:, 1]
-        check_groups(grouped, Operand(spread_out(a.x, "steps"), a.scale, a.block), Operand(x, scale, b.block), sizes,
-                     offs, torch.float32)  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("pair", ["1x128-128x128", "1x256-128x128", "1x128-1x128"])
-def test_groups_of_many_tiles(grouped: Backend, pair: str) -> None:
-    """More tiles than programs, groups that end inside of a tile, empty ones, and rows of no group at the end."""
-    kinds, sizes = pair.split("-"), [3000, 1, 0, 4100, 700, 0, 2049]
-    for rows, n, k in ((sum(sizes), 520, 640), (sum(sizes) + 9000, 384, 272)):
-        a = operand(integers(rows, k, device=grouped[1]), kinds[0])
-        b = operand(integers(len(sizes), n, k, device=grouped[1]), kinds[1])
-        for dtype in (torch.bfloat16, torch.float32):
-            check_groups(grouped, a, b, sizes, ends(sizes, grouped[1]), dtype)
-
-
-@pytest.mark.gpu
-def test_a_graph_replays_with_other_groups(grouped: Backend) -> None:
-    """Offsets stay on the device: capture would fail on a read by the host, and a replay takes the new ones."""
-    a, b = (operand(integers(*s, device=grouped[1]), "1x32") for s in ((1000, 256), (3, 200, 256)))
-    run = dispatch.resolve("grouped_gemm", *grouped)
-    offs = ends([100, 200, 300], grouped[1])
-    run(*a.parts, *b.parts, offs=offs, out_dtype=torch.float32)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(*a.parts, *b.parts, offs=offs, out_dtype=torch.float32)
-    offs.copy_(ends([0, 999, 1], grouped[1]))
-    graph.replay()
-    assert torch.equal(out, run(*a.parts, *b.parts, offs=offs, out_dtype=torch.float32))
-    check_groups(grouped, a, b, [0, 999, 1], offs, torch.float32)
-
-
-@pytest.mark.gpu
-def test_many_groups(grouped: Backend) -> None:
-    sizes = torch.randint(0, 200, (100,)).tolist()
-    a, b = (operand(integers(*s, device=grouped[1]), "1x32") for s in ((sum(sizes) + 77, 256), (100, 96, 256)))
-    check_groups(grouped, a, b, sizes, ends(sizes, grouped[1]), torch.bfloat16)

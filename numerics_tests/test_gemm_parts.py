@@ -16,9 +16,9 @@ from mxfp8.kernels._device import INTERPRETED
 from mxfp8.kernels._gluon import HAVE_GLUON
 
 from numerics_tests import test_aot
+from numerics_tests.operands import integers, operand
 from numerics_tests.test_aot import HOPPER, Make, coalesced, counted
 from numerics_tests.test_aot_grouped import hopper_weight_gradient
-from numerics_tests.test_gemm_kernels import integers, operand
 
 pytestmark = pytest.mark.skipif(INTERPRETED or not HAVE_GLUON, reason="needs Gluon, which is not interpreted")
 

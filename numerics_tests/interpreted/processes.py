@@ -7,7 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_FILES = ("test_fused", "test_fused_norms", "test_quantize_kernels", "test_gemm_kernels", "test_epilogue")
+_FILES = (
+    "test_fused", "test_fused_norms", "test_quantize_kernels", "test_gemm_kernels", "test_epilogue",
+    "test_grouped_gemm_kernels",
+)  # fmt: skip
 GROUPS = {name: HERE.parent / f"{name}.py" for name in _FILES}
 """Files that hold every backend to one body, of which only the portable one runs interpreted, longest first; and all
 that are made for the interpreter."""

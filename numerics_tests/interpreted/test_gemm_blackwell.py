@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxfp8.formats import BLOCK_SHAPES
 from numerics_tests import test_gemm_kernels as every
-from numerics_tests.test_gemm_kernels import Backend, Operand, available, block_pairs, integers, operand
+from numerics_tests.operands import Backend, Operand, available, integers, operand
+from numerics_tests.test_gemm_kernels import block_pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, in the interpreter
 
