@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ._device import scale_byte
 from ._gemm_epilogue import activate_alike
 from ._gluon import gl, gluon, hopper
-from .quantize_hopper import block_amax, codes_of, prefetch
+from .quantize_hopper import block_amax, codes_of
 
 if hasattr(hopper, "tma"):
     tma, fence_async_shared = hopper.tma, hopper.fence_async_shared
@@ -83,6 +83,13 @@ def _put(value, out_ptr, ldc, row, end, col, part, M, N, ADD: gl.constexpr, WHOL
 
 
 @gluon.jit
+def _prefetch(at):
+    """Ask for the lines of 128 bytes at these addresses to be in the second-level cache."""
+    asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def fetch(output, row, end, col, SUBS: gl.constexpr):
     """For one warp: ask for the ``64 * SUBS`` x 128 float32 values that a tile is added to, to be in the second-level
     cache. The loads have little in flight and would wait long for memory."""
@@ -91,7 +98,7 @@ def fetch(output, row, end, col, SUBS: gl.constexpr):
     column = gl.minimum(col + lane % 4 * 32, ldc - 1)  # of a line of 128 bytes
     for i in range(8 * SUBS):
         rows = gl.minimum(row + 8 * i + lane // 4, end - 1)
-        prefetch(out_ptr + (rows.to(gl.int64) * ldc + column))
+        _prefetch(out_ptr + (rows.to(gl.int64) * ldc + column))
 
 
 @gluon.jit

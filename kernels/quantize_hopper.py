@@ -153,13 +153,6 @@ def store_columns(
 
 
 @gluon.jit
-def prefetch(at):
-    """Ask for the lines of 128 bytes at these addresses to be in the second-level cache."""
-    asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _kernel(
     x_ptr, q_ptr, s_ptr, t_ptr, u_ptr, R, C, R_PAD, x_b, x_r, q_b, s_b, s_r, s_c, t_b, t_c, u_b, u_r, u_c,
     BM: gl.constexpr, BK: gl.constexpr, RB: gl.constexpr, CB: gl.constexpr, TRB: gl.constexpr, TCB: gl.constexpr,
