@@ -27,7 +27,7 @@ __all__ = ["quantize", "quantize_both", "why_not"]
 
 KEEP = gl.constexpr("evict_last")
 """What the second-level cache does with codes along columns: it gives them up last. A next kernel reads codes, and the
-input no more; it takes 4 % less time then, and the casts themselves 1 to 5 % (docs/log.md)."""
+input no more; it takes 2 to 4 % less time then, and the casts themselves 1 to 5 % (docs/log.md)."""
 
 
 def why_not(kind: str) -> str | None:
@@ -212,9 +212,14 @@ def column_layout(bm: int, bk: int, warps: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([16, each], [4, 8], [warps // wide, wide], [0, 1])
 
 
-def tile(rc: tuple[int, int], column_rc: tuple[int, int]) -> tuple[int, int, dict[str, int]]:
+def tile(rc: tuple[int, int], column_rc: tuple[int, int], itemsize: int) -> tuple[int, int, dict[str, int]]:
     """``(BM, BK, options)`` for blocks (rows, columns) of either direction, the same for columns alone: the fastest of
-    those that were timed on an H200. A limit on registers changes ptxas's schedule even where it is not reached."""
+    those that were timed on an H200. A limit on registers changes ptxas's schedule even where it is not reached; those
+    here are for two bytes an element, four need more."""
+
+    def limited(warps: int, registers: int) -> dict[str, int]:
+        return {"num_warps": warps} | ({"maxnreg": registers} if itemsize <= 2 else {})
+
     rows, cols = max(rc[0], column_rc[0]), max(rc[1], column_rc[1])
     if rows > 128:
         return 256, 64, {"num_warps": 8}
@@ -223,8 +228,8 @@ def tile(rc: tuple[int, int], column_rc: tuple[int, int]) -> tuple[int, int, dic
     if rows == 128:
         if column_rc[1] > 1:  # tiles of 128x128 along the columns
             return 128, 128, {"num_warps": 16}
-        return (128, 64, {"num_warps": 4}) if rc == column_rc else (128, 128, {"num_warps": 8, "maxnreg": 128})
-    return 64, 128, {"num_warps": 8} if rc == column_rc else {"num_warps": 4, "maxnreg": 96}
+        return (128, 64, {"num_warps": 4}) if rc == column_rc else (128, 128, limited(8, 128))
+    return 64, 128, {"num_warps": 8} if rc == column_rc else limited(4, 96)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -241,11 +246,9 @@ def _plan(
     if along.rc[1] * across.rc[0] > 128 * 128 or max(strides[-2], across.rows_padded) >= 2**22:
         return None
     (b, r, c), (x_b, x_r, _) = three_dims(shape, strides)
-    bm, bk, options = tile(along.rc, across.rc)
+    bm, bk, options = tile(along.rc, across.rc, itemsize)
     if (grid := tiled_grid(b, -(-r // bm), -(-c // bk), 2**14 if block is None else 8)) is None:
         return None
-    if itemsize > 2:
-        options.pop("maxnreg", None)  # found for two bytes an element; four need more registers
     warps = options["num_warps"]
     constants = {
         "BM": bm, "BK": bk, "RB": along.rc[0], "CB": along.rc[1], "TRB": across.rc[0], "TCB": across.rc[1], "FMT": FMT,

@@ -10,6 +10,7 @@ import torch
 
 from mxfp8 import dispatch
 from numerics_tests.interpreted.processes import Processes
+from numerics_tests.operands import Backend, available
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -79,12 +80,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(params=["reference", "triton", "hopper"])
-def kernels(request: pytest.FixtureRequest) -> tuple[str, torch.device]:
-    """A backend's name and the device where it runs; skips with dispatch's reason where it cannot."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if reason := dispatch.why_not("norm_quantize", request.param, device):
-        pytest.skip(f"{request.param}: {reason}")
-    return request.param, device
+def kernels(request: pytest.FixtureRequest) -> Backend:
+    """A backend of fused ops and the device where it runs."""
+    return available(request, "norm_quantize")
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Operands of products with given scale bytes, the values they stand for, and which backends take them here."""
+"""What kernels are given: operands with given scale bytes and the values they stand for, ends of groups, other strides;
+and which backends take them here."""
 
 from __future__ import annotations
 
@@ -68,7 +69,13 @@ def spread_out(x: torch.Tensor, how: str) -> torch.Tensor:
     return view.copy_(x)
 
 
+def ends(sizes: list[int], device: torch.device | str = "cpu", dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Ends of groups of so many rows."""
+    return torch.tensor(sizes, device=device, dtype=torch.int64).cumsum(0).to(dtype)
+
+
 def available(request: pytest.FixtureRequest, op: str) -> Backend:
+    """The fixture's parameter, a backend, and the device where it runs; skips with dispatch's reason if it cannot."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if reason := dispatch.why_not(op, request.param, device):
         pytest.skip(f"{request.param}: {reason}")

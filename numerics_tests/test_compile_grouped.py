@@ -7,8 +7,9 @@ import mxfp8
 from mxfp8 import MXFP8GroupedLinear
 from mxfp8.rng import get_step, set_step
 from numerics_tests.fused_oracle import bits
+from numerics_tests.operands import ends
 from numerics_tests.test_compile import Counter, compiled
-from numerics_tests.test_grouped import GROUPS, RECIPES, ends, run
+from numerics_tests.test_grouped import GROUPS, RECIPES, run
 from numerics_tests.test_linear import same
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

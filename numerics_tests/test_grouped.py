@@ -12,6 +12,7 @@ from mxfp8 import MXFP8GroupedLinear
 from mxfp8.recipe import HP, CastSpec, LinearRecipe
 from numerics_tests import tolerances
 from numerics_tests.composition import ALL_RECIPES, LinearReference
+from numerics_tests.operands import ends
 
 # Blocks of several rows would straddle groups; such recipes are refused, see below.
 RECIPES = [r for r in ALL_RECIPES if all(spec is None or spec.block[0] == 1 for spec in (r.fprop.lhs, r.dgrad.lhs))]
@@ -26,10 +27,6 @@ GROUPS = {
     "first_and_last_empty": ([0, 31, 1, 0], 33),
 }
 groups = pytest.mark.parametrize("sizes, rows", GROUPS.values(), ids=GROUPS.keys())
-
-
-def ends(sizes: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(sizes, device=device, dtype=torch.int64).cumsum(0).to(dtype)
 
 
 def run(layer: MXFP8GroupedLinear, x: torch.Tensor, offs: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from mxfp8 import dispatch
 from numerics_tests import tolerances
-from numerics_tests.operands import HIGH, OUT, Backend, Operand, available, integers, operand, spread_out
+from numerics_tests.operands import HIGH, OUT, Backend, Operand, available, ends, integers, operand, spread_out
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, in the interpreter
 
@@ -45,10 +45,6 @@ def check_groups(
         start += size
     assert out.dtype == dtype
     assert torch.equal(out, want.float().to(dtype))
-
-
-def ends(sizes: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(sizes, device=device).cumsum(0).to(dtype)
 
 
 @pytest.mark.parametrize("sizes, rows", GROUPS.values(), ids=GROUPS.keys())

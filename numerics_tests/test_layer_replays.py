@@ -14,7 +14,7 @@ import mxfp8
 from mxfp8 import MXFP8GroupedLinear, MXFP8Linear, dispatch, observe
 from mxfp8.dispatch import replays
 from mxfp8.rng import get_step, set_step
-from numerics_tests.test_grouped import ends
+from numerics_tests.operands import ends
 from numerics_tests.test_linear import make, same
 
 pytest.importorskip("triton", reason="tests of Triton kernels")

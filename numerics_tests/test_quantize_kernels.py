@@ -15,6 +15,7 @@ from mxfp8.formats import BLOCK_SHAPES, BlockShape, get_format, get_rounding, ge
 from mxfp8.reference.quantize import quantize as reference
 from mxfp8.reference.quantize import quantize_both as reference_both
 from mxfp8.rng import RngKey
+from numerics_tests.operands import Backend, available
 
 KEY = RngKey(seed=2**63 + 12345, step=7, stream=2**31 + 5, row_offset=3, col_offset=5)
 PAIRS = [((1, 32), (1, 32)), ((1, 128), (128, 128)), ((1, 128), (1, 128)), ((32, 32), (32, 32)), ((1, 256), (1, 128)),
@@ -22,12 +23,9 @@ PAIRS = [((1, 32), (1, 32)), ((1, 128), (128, 128)), ((1, 128), (1, 128)), ((32,
 
 
 @pytest.fixture(params=["triton", "hopper"])
-def kernels(request: pytest.FixtureRequest) -> tuple[str, torch.device]:
-    """A backend's name and the device where it runs; skips with dispatch's reason where it cannot."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if reason := dispatch.why_not("quantize", request.param, device):
-        pytest.skip(f"{request.param}: {reason}")
-    return request.param, device
+def kernels(request: pytest.FixtureRequest) -> Backend:
+    """A backend of casts and the device where it runs."""
+    return available(request, "quantize")
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

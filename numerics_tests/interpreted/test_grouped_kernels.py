@@ -15,6 +15,8 @@ pytest.importorskip("triton", reason="tests of Triton kernels")
 from mxfp8.kernels import _grouped_exact, grouped_gemm_hopper, grouped_gemm_triton
 from mxfp8.kernels._device import INTERPRETED
 
+from numerics_tests.operands import ends
+
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 before pytest starts")
 
 GROUPS = {
@@ -32,10 +34,6 @@ BAD = {
     "beyond_the_rows": [10, 97, 2**40, 2**33 + 5],
     "all_of_it": [200, -3, 5, 2**31],
 }
-
-
-def ends(sizes: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(sizes).cumsum(0).to(dtype)
 
 
 def same(got: MXGroups, want: MXGroups) -> None:
@@ -59,7 +57,7 @@ def test_cast_has_the_bits_of_the_reference(sizes, rows, block, rounding, hadama
 
 
 def test_cast_of_any_dtype_format_stride_and_width_of_offsets() -> None:
-    x, offs = torch.randn(50, 97).bfloat16().t(), ends([40, 0, 55], torch.int64)
+    x, offs = torch.randn(50, 97).bfloat16().t(), ends([40, 0, 55], dtype=torch.int64)
     for rest in ({"fmt": "e5m2", "scale_rule": "even"}, {"hadamard": 16, "satfinite": True}):
         same(
             mxfp8.quantize_grouped(x, offs, **rest, backend="triton"),
@@ -206,7 +204,7 @@ def test_products_in_bfloat16(sizes, rows, blocks) -> None:
     x[sum(sizes) :] = torch.nan
     (a, a64), (b, b64) = wide(x, blocks[0]), wide(w, blocks[1])
     assert _grouped_exact.takes((a, b), torch.bfloat16)
-    got = _grouped_exact.grouped_gemm(a, b, ends(sizes, torch.int64))
+    got = _grouped_exact.grouped_gemm(a, b, ends(sizes, dtype=torch.int64))
     start = 0
     for g, size in enumerate(sizes):
         part = slice(start, start := start + size)
